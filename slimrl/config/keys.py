@@ -1,4 +1,4 @@
-"""The keys of a recipe, from the schema: their types, which are sections, and suggestions for misspelt ones."""
+"""The keys of a recipe, from the schema: their types, and which are sections."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
@@ -9,7 +9,6 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from slimrl.config.problems import closest
 from slimrl.config.schema.recipe import Recipe
 
 EXTENDS = "extends"
@@ -98,26 +97,6 @@ def is_section(key: str) -> bool:
 def is_known(key: str) -> bool:
     key = schema_key(key)
     return key in KEY_TYPES or key.rpartition(".")[0] in FREE_SECTIONS
-
-
-def meant_key(key: str) -> str | None:
-    """The likely intended key: one with this name in any section, else a similar sibling.
-
-    For a key of an unknown section, else any similar key.
-    """
-    if (schema := schema_key(key)) != key:
-        meant, chosen = meant_key(schema), chosen_sections([key])[0]
-        return meant and meant.replace(schema_key(chosen), chosen)
-    parent, _, name = key.rpartition(".")
-    if same_name := [other for other in KEY_TYPES if other.rpartition(".")[2] == name]:
-        return closest(key, same_name, cutoff=0.0)
-    known = [*KEY_TYPES, EXTENDS]
-    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
-    if (close := closest(name, siblings)) is not None:
-        return siblings[close]
-    if is_section(parent):
-        return None  # The whole key is close to any key of its own section.
-    return closest(key, known)
 
 
 def keys_with_choice(section: str, value: Any) -> list[str]:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slimrl.config.algorithms import SETTINGS
+from slimrl.config.hints import meant_key
 from slimrl.config.interpolation import FromEnvironment, is_interpolated, resolve_entries, without_openings
 from slimrl.config.keys import (
     EXTENDS,
@@ -31,7 +32,6 @@ from slimrl.config.keys import (
     is_known,
     is_section,
     keys_with_choice,
-    meant_key,
     named_type,
     nest,
     schema_key,

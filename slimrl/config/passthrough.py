@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from slimrl.config.aliases import alias_of
 from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.package_fields import FieldType, megatron_fields, sglang_fields
-from slimrl.config.problems import Violation, suggestion
+from slimrl.config.problems import Violation, near_name, suggestion
 from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
 from slimrl.config.teacher_verdicts import TEACHER_VERDICTS
 from slimrl.config.verdicts import Judgement, Verdict
@@ -37,10 +38,17 @@ def passthrough_fields(section: str) -> dict[str, FieldType]:
     return (megatron_fields if section in MEGATRON else sglang_fields)()
 
 
+def safe_fields(section: str, fields: Mapping[str, FieldType]) -> list[str]:
+    """Those of the fields that a recipe may set."""
+    verdicts = VERDICTS[section]
+    return [name for name in fields if name in verdicts and verdicts[name].verdict is Verdict.safe]
+
+
 def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldType]) -> str | None:
     """What is wrong with `section.name: value`, or None."""
     if name not in fields:
-        return "no such field in the installed version." + suggestion(name, fields)
+        meant = alias_of(f"{section}.{name}") or near_name(name, safe_fields(section, fields))
+        return "no such field in the installed version." + (f" Did you mean {meant}?" if meant else "")
     judgement = VERDICTS[section].get(name)
     if judgement is None:
         return "slimrl has not judged what this field of the installed version does. Leave it out."

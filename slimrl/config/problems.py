@@ -15,6 +15,8 @@ class Problem:
     """`file:line`, `command line`, `default`, or a file alone."""
     warning: bool = False
     """The run may start nevertheless."""
+    count: int = 1
+    """Things of the same kind that its message lists, such as broken lines"""
 
     def __str__(self) -> str:
         message = f"warning: {self.message}" if self.warning else self.message
@@ -51,7 +53,29 @@ def closest(wrong: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | N
     # Only mistakes need it, and a recipe is checked in milliseconds.
     from difflib import get_close_matches
 
-    return next(iter(get_close_matches(wrong, list(known), n=1, cutoff=cutoff)), None)
+    known = list(known)
+    if same := [name for name in known if name.lower() == wrong.lower()]:
+        return same[0]
+    return next(iter(get_close_matches(wrong, known, n=1, cutoff=cutoff)), None)
+
+
+def near_name(wrong: str, known: Iterable[str]) -> str | None:
+    """A known name that differs by a slip of the keyboard, or by words left out; None if there is none."""
+    known = list(known)
+    cutoff = 0.7 if len(wrong) <= 5 else 0.8
+    if (close := closest(wrong, known, cutoff=cutoff)) is not None:
+        return close
+    words = _words(wrong)
+    longer = [name for name in known if _words(name)[: len(words)] == words]
+    if len(longer) == 1:
+        return longer[0]
+    of_words = [name for name in known if len(words) > 1 and set(words) <= set(_words(name))]
+    return closest(wrong, of_words, cutoff=0.0)
+
+
+def _words(name: str) -> list[str]:
+    """Of a key, each as its singular."""
+    return [word.rstrip("s") for word in name.split("_")]
 
 
 def fitting_text(wrong: int, fits: Callable[[int], bool], largest: int) -> str:

@@ -12,8 +12,8 @@ from cpu_seconds import takes_less
 
 from slimrl.config import package_fields
 from slimrl.config.check import check_recipe
+from slimrl.config.hints import meant_key
 from slimrl.config.interpolation import escaped, is_reference, without_openings
-from slimrl.config.keys import meant_key
 from slimrl.config.load import LoadedRecipe, intended_command, load_recipe, read_recipe
 from slimrl.config.package_fields import megatron_fields, package_folder, sglang_fields
 from slimrl.config.problems import RecipeError

@@ -1,0 +1,79 @@
+"""What was probably meant by a key that no recipe has.
+
+1. A name that other programs give the setting (aliases.py).
+2. The same name in another section, unless several sections have a setting of that name.
+3. A field of megatron-core or SGLang, which stands below `trainer.megatron` or `rollout.sglang`.
+4. A name of the same section that differs by a slip of the keyboard, or by words left out.
+
+Names that are merely similar, such as max_response_len and max_replacements, are no hint.
+"""
+
+from collections.abc import Collection
+
+from slimrl.config.aliases import alias_of
+from slimrl.config.keys import EXTENDS, KEY_TYPES, NAME, chosen_sections, is_section, schema_key
+from slimrl.config.passthrough import passthrough_fields, safe_fields
+from slimrl.config.problems import closest, near_name
+
+FIELDS_OF = {"rollout.sglang": ("rollout", "sglang"), "trainer.megatron": ("trainer", "megatron", "model")}
+"""Passthrough section -> first parts of the keys that may mean one of its fields, beside keys without a section"""
+OTHERS = ("critic.", "teacher.")
+"""Begin keys of settings that the policy has too, which a key without a section means"""
+
+
+def meant_key(key: str) -> str | None:
+    """The likely intended setting, with its value if that has the effect; None if there is none."""
+    if (schema := schema_key(key)) != key:
+        meant, chosen = meant_key(schema), chosen_sections([key])[0]
+        return meant and meant.replace(schema_key(chosen), chosen)
+    alias = alias_of(key)
+    if alias is not None:
+        return f"critic.{alias}" if key.startswith("critic.trainer.") and alias.startswith("trainer.") else alias
+    parent, _, name = key.rpartition(".")
+    if same := _of_same_name(key, name):
+        return same
+    if field := _field(key, name):
+        return field
+    known = [*KEY_TYPES, EXTENDS]
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
+    if (close := near_name(name, siblings)) is not None:
+        return siblings[close]
+    if field := _field(key, name, near=True):
+        return field
+    # The whole key is close to any key of its own section.
+    return None if is_section(parent) else near_name(key, known)
+
+
+def _of_same_name(key: str, name: str) -> str | None:
+    """A setting of this name in the key's own section or below, else in the only section that has one."""
+    every = [other for other in KEY_TYPES if other.rpartition(".")[2] == name]
+    same = [other for other in every if f".{NAME}." not in other] or every
+    own = [other for other in same if _first(other) == _first(key)]
+    if own:
+        return closest(key, own, cutoff=0.0)
+    # Under `critic.trainer` all of the trainer's stand once more.
+    others = ("critic.trainer.",) if is_section(_first(key)) else OTHERS
+    same = [other for other in same if not other.startswith(others)] or same
+    return closest(key, same, cutoff=0.0) if len(set(map(_first, same))) == 1 else None
+
+
+def _first(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _field(key: str, name: str, *, near: bool = False) -> str | None:
+    for section, starts in FIELDS_OF.items():
+        if _first(key) in starts or ("." not in key and not near):
+            fields = _safe(section)
+            meant = near_name(name, fields) if near else name
+            if meant in fields:
+                return f"{section}.{meant}"
+    return None
+
+
+def _safe(section: str) -> Collection[str]:
+    """Fields that a recipe may set; none if the package is not installed."""
+    try:
+        return safe_fields(section, passthrough_fields(section))
+    except ValueError:
+        return ()
