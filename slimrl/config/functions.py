@@ -5,6 +5,7 @@ A path is accepted if the source cannot decide: the module has no Python source,
 
 import ast
 import importlib.util
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation, suggestion, syntax_text
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.signatures import NOT_CALLABLE, called_wrongly, is_judged, tool_problems
 
 NO_CLASS = {
     **dict.fromkeys(("agent.tools", f"agent.subagents.{NAME}.tools"), "A tool is a function."),
@@ -26,12 +28,31 @@ NO_CLASS = {
 }
 
 
+FILE_END = ".py"
+TOOLS = ("agent.tools", f"agent.subagents.{NAME}.tools")
+CALLED_WITH = {
+    **dict.fromkeys(
+        ("reward.function", f"reward.parts.{NAME}.function", f"reward.by_name.{NAME}.function"),
+        ("trajectory", "prompt"),
+    ),
+    f"reward.group.{NAME}.function": ("trajectories", "prompt"),
+    "reward.group_filters": ("trajectories",),
+    "agent.episode": ("episode",),
+    "agent.function": ("line", "connection"),
+    "agent.compaction.function": ("messages",),
+    "algorithm.loss": ("tokens", "settings", "log_ratio_N"),
+    "algorithm.advantage": ("group",),
+}
+"""Setting -> arguments by place with which the run calls its function"""
 CALLED = "A reward is a function, an object that can be called, or a class of such objects."
 
 
 def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
     """Functions that their modules do not define, classes in place of functions, and modules that are not Python."""
     for key, path, module, name in _import_paths(recipe, command):
+        if module.endswith(FILE_END):
+            yield key, f"{path}: a module is named without {FILE_END}. Use {module.removesuffix(FILE_END)}:{name}."
+            continue
         folder_or_file = _find(module)
         if folder_or_file is None and (module + ".").startswith("slimrl."):
             # Of others' modules another machine may have what this one has not.
@@ -51,12 +72,44 @@ def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
             yield key, f"{path}: {name} is a class. {NO_CLASS[schema_key(key)]}"
         elif key not in NO_CLASS and key.endswith(".function") and _cannot_be_called(names[name]):
             yield key, f"{path}: {name} is a class without __call__. {CALLED}"
+        elif type(names[name]) in NOT_CALLABLE:
+            yield key, f"{path}: {name} is {NOT_CALLABLE[type(names[name])]}, not a function."
+        else:
+            yield from ((key, f"{path}: {problem}") for problem in _wrong_signature(recipe, key, names[name]))
+    yield from _tools_given_twice(recipe, command)
+
+
+def _wrong_signature(recipe: Recipe, key: str, node: ast.AST) -> Iterator[str]:
+    """Of a function that the run would call in vain."""
+    if schema_key(key) in TOOLS:
+        yield from tool_problems(node, recipe.agent.tool_args)
+        return
+    parts = {f"{section}.function": part.args for section, part in reward_parts(recipe.reward)}
+    places = CALLED_WITH.get(schema_key(key))
+    if places is not None and (problem := called_wrongly(node, places, parts.get(key, {}))):
+        yield problem
+    if key == "agent.episode" and is_judged(node) and not isinstance(node, ast.AsyncFunctionDef):
+        yield "is not `async def`, which an episode is."
+
+
+def _tools_given_twice(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """The model could not tell them apart."""
+    if not is_needed("agent.tools", command):
+        return
+    agent = recipe.agent
+    given = {
+        "agent.tools": agent.tools,
+        **{f"agent.subagents.{name}.tools": one.tools for name, one in agent.subagents.items()},
+    }
+    for key, paths in given.items():
+        for path in sorted({path for path in paths if paths.count(path) > 1}):
+            yield key, f"{path}: is given twice."
 
 
 def absent_modules(recipe: Recipe, command: str) -> Iterator[Violation]:
     """Modules that are not on this machine."""
     for key, path, module, _ in _import_paths(recipe, command):
-        if _find(module) is None:
+        if _find(module) is None and not module.endswith(FILE_END):
             yield key, f"{path}: no module {module}."
 
 
@@ -122,7 +175,13 @@ def _defined_names(file: Path) -> dict[str, ast.AST] | None:
     called = {
         node.func.id for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    names = dict(_names(module.body))
+    every = list(_names(module.body))
+    names = dict(every)
+    declared = {name for node in ast.walk(module) if isinstance(node, ast.Global) for name in node.names}
+    for name, count in Counter(name for name, _ in every).items():
+        # Which value it has, is known when the module runs.
+        if isinstance(names[name], ast.expr) and (count > 1 or name in declared):
+            names[name] = ast.Pass()
     return None if names.keys() & {"*", "__getattr__"} or called & {"globals", "vars", "setattr", "exec"} else names
 
 
@@ -135,5 +194,11 @@ def _names(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
         elif isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Store):
                 yield node.id, node
+        elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
+            yield from _names([node.value])
+            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            yield from _names([node.value])
+            yield node.target.id, node.value
         else:
             yield from _names(ast.iter_child_nodes(node))

@@ -8,9 +8,9 @@ import pytest
 
 from slimrl.config.functions import _defined_names, _find, absent_modules, function_violations
 from slimrl.config.problems import fitting_text, multiples_text
-from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.agent import AgentConfig, SubagentConfig
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.reward import RewardConfig
+from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
 from slimrl.data.import_path import resolve
 
 
@@ -111,7 +111,7 @@ def test_modules_are_found_as_files_packages_folders_and_compiled(modules):
 
 
 def test_each_setting_is_judged_where_the_command_needs_it(modules):
-    modules(own="class C: pass\ndef right(): pass\ndef _hidden(): pass\nmade = C()\n")
+    modules(own="class C: pass\ndef right():\n    'Do it.'\ndef _hidden(): pass\nmade = C()\n")
     recipe = Recipe(
         agent=AgentConfig(tools=["own:rihgt", "own:C", "own:right", "away:f"], parser="own:C"),
         reward=RewardConfig(function="own:hidden", group_filters=["own:C", "own:made"]),
@@ -132,6 +132,177 @@ def test_each_setting_is_judged_where_the_command_needs_it(modules):
     recipe.agent.parser, recipe.agent.tools = "hermes", []
     recipe.reward.function, recipe.reward.group_filters = "???", []
     assert [*function_violations(recipe, "train"), *absent_modules(recipe, "train")] == []
+
+
+SOURCE = """
+import functools, other
+from slimrl.agent.tools import EpisodeInfo, tool
+
+def good(place: str, info: EpisodeInfo, corpus, *, most: int = 3) -> str:
+    '''Look.
+
+    Args:
+        place: Where.
+        most (int): How many.
+    '''
+
+@tool(pure=True)
+def pure(n):
+    '''Count.
+
+    Args:
+        n: To.
+    '''
+
+def bare(n: int): return n
+
+def untold(n: int):
+    '''Count to n.'''
+
+def many(*words: str, **settings: str):
+    '''Say.
+
+    Args:
+        words: What.
+        settings: How.
+    '''
+
+@functools.cache
+def decorated(n): pass
+
+number = 7
+text: str = f"{number}"
+listed = [good]
+late = None
+try:
+    import fast
+    either = fast.either
+except ImportError:
+    either = None
+made = other.make()
+
+def set_late():
+    global late
+    late = good
+
+def right(trajectory, prompt): return 1.0
+def one(trajectory): return 1.0
+def with_args(trajectory, prompt, words, pool: "SandboxPool", *, cap=1.0): return 1.0
+def of_many(*everything): return 1.0
+small = lambda trajectory: 1.0
+
+class Reward:
+    def __init__(self, words, supplies: "Supplies"): pass
+    async def __call__(self, trajectory, prompt): return 1.0
+
+class OneArgument:
+    def __call__(self, trajectory): return 1.0
+
+class Inherited(Reward): pass
+
+def play(episode): pass
+async def played(episode): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problems"),
+    [
+        ("good", []),
+        ("decorated", []),
+        ("late", []),
+        ("either", []),
+        ("made", []),
+        ("pure", ["its parameter n has no annotation, from which the model is told its type."]),
+        ("bare", ["has no docstring, from which the model is told what the tool does."]),
+        ("untold", ["its docstring does not describe n in a section `Args:`."]),
+        (
+            "many",
+            [
+                f"has the parameter {each}, which no schema can describe to the model."
+                for each in ("*words: str", "**settings: str")
+            ],
+        ),
+        ("number", ["number is a value, not a function."]),
+        ("text", ["text is a text, not a function."]),
+        ("listed", ["listed is a list, not a function."]),
+    ],
+)
+def test_tools_that_cannot_work_are_refused_from_their_source(modules, name, problems):
+    modules(own=SOURCE)
+    agent = AgentConfig(tools=[f"own:{name}"], tool_args={"corpus": "x"})
+    reward = RewardConfig(function="own:right")
+    found = [text for key, text in function_violations(Recipe(agent=agent, reward=reward), "train")]
+    assert [text.removeprefix(f"own:{name}: ").replace("'", "") for text in found] == problems
+
+
+def test_a_tool_that_is_given_twice_is_refused(modules):
+    modules(own=SOURCE)
+    agent = AgentConfig(
+        tools=["own:good", "own:made", "own:good"], subagents={"helper": SubagentConfig(tools=["own:good"] * 2)}
+    )
+    agent.tool_args = {"corpus": "x"}
+    reward = RewardConfig(function="own:right")
+    assert list(function_violations(Recipe(agent=agent, reward=reward), "train")) == [
+        ("agent.tools", "own:good: is given twice."),
+        ("agent.subagents.helper.tools", "own:good: is given twice."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "problem"),
+    [
+        ("right", {}, ""),
+        ("with_args", {"words": 3}, ""),
+        ("with_args", {"words": 3, "cap": 2.0}, ""),
+        ("of_many", {}, ""),
+        ("Reward", {"words": 3}, ""),
+        ("Inherited", {"anything": 3}, ""),
+        ("decorated", {}, ""),
+        ("one", {}, "cannot be called with (trajectory, prompt): too many positional arguments."),
+        ("small", {}, "cannot be called with (trajectory, prompt): too many positional arguments."),
+        ("with_args", {}, "cannot be called with (trajectory, prompt): missing a required argument: 'words'."),
+        (
+            "right",
+            {"cap": 1},
+            "cannot be called with (trajectory, prompt, cap=...): got an unexpected keyword argument 'cap'.",
+        ),
+        ("Reward", {}, "cannot be called with (): missing a required argument: 'words'."),
+        ("OneArgument", {}, "cannot be called with (trajectory, prompt): too many positional arguments."),
+        ("number", {}, "number is a value, not a function."),
+    ],
+)
+def test_rewards_that_cannot_be_called_are_refused_from_their_source(modules, name, args, problem):
+    modules(own=SOURCE)
+    part = RewardPartConfig(function=f"own:{name}", args=args)
+    found = [text for _, text in function_violations(Recipe(reward=RewardConfig(parts={"a": part})), "train")]
+    assert found == ([f"own:{name}: {problem}"] if problem else [])
+
+
+def test_other_functions_are_called_with_what_the_run_gives_them(modules):
+    modules(own=SOURCE)
+    recipe = Recipe(
+        agent=AgentConfig(episode="own:play"), reward=RewardConfig(group={"g": RewardPartConfig(function="own:one")})
+    )
+    recipe.reward.group_filters = ["own:right"]
+    recipe.algorithm.loss, recipe.algorithm.advantage = "own:one", "own:one"
+    assert list(function_violations(recipe, "train")) == [
+        ("agent.episode", "own:play: is not `async def`, which an episode is."),
+        (
+            "reward.group.g.function",
+            "own:one: cannot be called with (trajectories, prompt): too many positional arguments.",
+        ),
+        (
+            "algorithm.loss",
+            "own:one: cannot be called with (tokens, settings, log_ratio_N): too many positional arguments.",
+        ),
+        (
+            "reward.group_filters",
+            "own:right: cannot be called with (trajectories): missing a required argument: 'prompt'.",
+        ),
+    ]
+    recipe.agent.episode = "own:played"
+    assert "agent.episode" not in dict(function_violations(recipe, "train"))
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_a_job_that_would_find_no_python_or_no_slimrl_is_not_submitted(submissio
 
 
 def test_packages_that_only_the_image_has_are_no_reason_to_refuse(submission, tmp_path: Path, monkeypatch):
-    (tmp_path / "mine.py").write_text("import only_in_the_image\n\ndef score(trajectory):\n    return 0.0\n")
+    (tmp_path / "mine.py").write_text("import only_in_the_image\n\ndef score(trajectory, prompt):\n    return 0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="cannot be imported: No module named 'only_in_the_image'"):
         submission("reward.function=mine:score")

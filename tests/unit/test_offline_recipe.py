@@ -81,18 +81,18 @@ def test_functions_are_found_wherever_a_module_may_define_them_and_nothing_of_it
     (tmp_path / "own_rewards").mkdir()
     (tmp_path / "own_rewards" / "__init__.py").write_text("raise RuntimeError\n")
     (tmp_path / "own_rewards" / "some.py").write_text(
-        "from math import floor as down\nif True:\n    def inner():\n        deeper = 1\n"
+        "from math import floor as down\nif True:\n    def inner():\n        'Go in.'\n        deeper = 1\n"
         "try:\n    one = two = print\nexcept ValueError:\n    pass\nraise RuntimeError\n"
     )
     (tmp_path / "own_stars.py").write_text("from os import *\n")
     (tmp_path / "own_made.py").write_text("for name in 'ab':\n    globals()[name] = print\n")
-    (tmp_path / "own_latin.py").write_bytes("# -*- coding: latin-1 -*-\nabout = 'für'\n".encode("latin-1"))
+    (tmp_path / "own_latin.py").write_bytes("# -*- coding: latin-1 -*-\nabout = str.upper('für')\n".encode("latin-1"))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     names = [f"own_rewards.some:{name}" for name in ("down", "inner", "one", "two")]
     names += ["own_stars:getcwd", "own_made:a", "own_latin:about", "math:floor"]
     planned(f"agent.tools=[{', '.join(names)}]")
-    (tmp_path / "own_class.py").write_text("class Both: pass\ndef Both(): pass\nclass Made: pass\n")
+    (tmp_path / "own_class.py").write_text("class Both: pass\ndef Both():\n    'Do both.'\nclass Made: pass\n")
     planned("agent.tools=[own_class:Both]", "agent.parser=own_class:Made")
     (line,) = refused("agent.tools=[own_rewards.some:deeper]")
     assert line.endswith("own_rewards.some has no deeper.")

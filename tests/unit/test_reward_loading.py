@@ -195,7 +195,7 @@ def test_numbers_of_parts_have_ranges_too():
 
 def test_parts_are_looked_up_in_the_source_before_anything_runs(tmp_path, monkeypatch):
     (tmp_path / "own_file.py").write_text(
-        "class No: pass\nclass Yes:\n    def __call__(self): pass\nclass Sub(No): pass\n"
+        "class No: pass\nclass Yes:\n    def __call__(self, trajectory, prompt): pass\nclass Sub(No): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     parts = {name: RewardPartConfig(function=f"own_file:{name}") for name in ("No", "Yes", "Sub", "Yess")}

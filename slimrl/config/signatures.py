@@ -1,0 +1,119 @@
+"""What the source of a function says about calls of it, without running it.
+
+A decorator may make another function of it, so a decorated one is not judged, but for `tool` of slimrl.agent.tools.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NOT_CALLABLE: dict[type[ast.AST], str] = {
+    ast.Constant: "a value",
+    ast.JoinedStr: "a text",
+    **dict.fromkeys((ast.List, ast.ListComp), "a list"),
+    **dict.fromkeys((ast.Dict, ast.DictComp), "a dict"),
+    **dict.fromkeys((ast.Set, ast.SetComp), "a set"),
+    ast.Tuple: "a tuple",
+}
+"""Expressions whose value nothing can call"""
+SUPPLIED = ("EpisodeInfo", "SandboxPool", "Supplies")
+"""Annotations of parameters that the run gives"""
+
+_KINDS = inspect._ParameterKind
+
+
+def called_wrongly(node: ast.AST, places: Sequence[str], names: Mapping[str, Any]) -> str | None:
+    """Why what a name stands for cannot be called with these arguments by place and by name; None if it may be.
+
+    A class is made with the names, and its objects are called with the places.
+    """
+    if isinstance(node, ast.ClassDef):
+        return _class_called_wrongly(node, places, names)
+    parameters = _parameters(node)
+    return None if parameters is None else _unbindable(parameters, places, names)
+
+
+def _class_called_wrongly(node: ast.ClassDef, places: Sequence[str], names: Mapping[str, Any]) -> str | None:
+    if node.bases or node.keywords or node.decorator_list:
+        return None
+    methods = {part.name: part for part in node.body if isinstance(part, FUNCTIONS)}
+    for name, (by_place, by_name) in {"__init__": ((), names), "__call__": (places, {})}.items():
+        parameters = _parameters(methods[name]) if name in methods else None
+        if parameters and (problem := _unbindable(parameters[1:], by_place, by_name)):
+            return problem
+    return None
+
+
+def tool_problems(node: ast.AST, fixed: Collection[str]) -> Iterator[str]:
+    """What the model could not be told of a tool.
+
+    Args:
+        fixed: parameters that the recipe gives.
+    """
+    parameters = _parameters(node)
+    if parameters is None or not isinstance(node, FUNCTIONS):
+        return
+    told = ast.get_docstring(node) or ""
+    if not told:
+        yield "has no docstring, from which the model is told what the tool does."
+    for each in parameters:
+        if each.name in fixed or each.annotation in SUPPLIED:
+            continue
+        if each.kind in (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD):
+            yield f"has the parameter {each}, which no schema can describe to the model."
+        elif each.annotation is each.empty:
+            yield f"its parameter {each.name} has no annotation, from which the model is told its type."
+        elif told and not re.search(rf"^\s*{re.escape(each.name)}\s*(?:\(.*\))?:", told, re.MULTILINE):
+            yield f"its docstring does not describe {each.name} in a section `Args:`."
+
+
+def is_judged(node: ast.AST) -> bool:
+    """Whether the source tells how a function is called."""
+    return isinstance(node, FUNCTIONS) and all(map(_is_tool, node.decorator_list))
+
+
+def _is_tool(decorator: ast.expr) -> bool:
+    name = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    return name.rpartition(".")[2] == "tool"
+
+
+def _parameters(node: ast.AST) -> list[inspect.Parameter] | None:
+    """Of a function or a lambda; None if the source does not tell them. Annotations are the last part of their text."""
+    if not (isinstance(node, ast.Lambda) or is_judged(node)):
+        return None
+    given = node.args  # type: ignore[attr-defined]
+    of_place = [*given.posonlyargs, *given.args]
+    required = len(of_place) - len(given.defaults)
+    found = [
+        _parameter(
+            each,
+            _KINDS.POSITIONAL_ONLY if each in given.posonlyargs else _KINDS.POSITIONAL_OR_KEYWORD,
+            number >= required,
+        )
+        for number, each in enumerate(of_place)
+    ]
+    found += [_parameter(given.vararg, _KINDS.VAR_POSITIONAL)] if given.vararg else []
+    found += [
+        _parameter(each, _KINDS.KEYWORD_ONLY, default is not None)
+        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    return found + ([_parameter(given.kwarg, _KINDS.VAR_KEYWORD)] if given.kwarg else [])
+
+
+def _parameter(node: ast.arg, kind: Any, has_default: bool = False) -> inspect.Parameter:
+    empty = inspect.Parameter.empty
+    text = empty if node.annotation is None else ast.unparse(node.annotation).strip("'\"").rpartition(".")[2]
+    return inspect.Parameter(node.arg, kind, default=None if has_default else empty, annotation=text)
+
+
+def _unbindable(parameters: Sequence[inspect.Parameter], places: Sequence[str], names: Mapping[str, Any]) -> str | None:
+    supplied = {each.name for each in parameters if each.annotation in SUPPLIED}
+    try:
+        inspect.Signature(parameters).bind(*places, **{**dict.fromkeys(supplied), **names})
+    except TypeError as error:
+        said = ", ".join([*places, *(f"{name}=..." for name in names)])
+        return f"cannot be called with ({said}): {error}."
+    return None
