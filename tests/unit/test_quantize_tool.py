@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,12 @@ from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.config.load import load_recipe
+from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
+from slimrl.models.hf_config import read_hf_config
 from slimrl.quantization.fp8 import dequantize, quantize
+
+ROOT = Path(__file__).parents[2]
 
 SMALL_FILES = ("--shard-gb", "0.00002")
 
@@ -323,3 +330,18 @@ def test_a_file_is_on_the_disk_before_a_resume_takes_it_for_whole(toy, tmp_path,
 def test_help_shows_examples():
     for command in ("quantize", "dequantize"):
         assert f"slimrl-tools {command}" in run(command, "--help")
+
+
+def test_the_commands_of_the_page_make_the_two_models_of_the_recipe(toy, tmp_path, monkeypatch):
+    page, recipe = ROOT / "docs" / "fp8.md", ROOT / "recipes" / "qwen3_moe" / "qwen3_30b_a3b_gspo_fp8_rollout.yaml"
+    model = load_recipe(recipe).recipe.model
+    commands = re.findall(r"^slimrl-tools (\w.*?)(?: +#.*)?$", page.read_text(), re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(toy, "models/Qwen3-30B-A3B")
+    for command in commands[:2]:
+        run(*command.split())
+    check_architecture(weights_folder(Path(model.megatron)), architecture_of(read_hf_config(Path(model.path))))
+    # The trainer's are those before the rounding, the engines' those after it.
+    said = run("verify", "models/Qwen3-30B-A3B", model.megatron)
+    assert ", 0 within their limit, 0 beyond it" in said
+    assert ", 0 within their limit, 0 beyond it" not in run("verify", "models/Qwen3-30B-A3B", model.path)
