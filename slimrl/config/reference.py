@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -111,6 +112,7 @@ def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iter
             below.append((named(), f"{key}.{NAME}"))
         if isinstance(kind, type) and issubclass(kind, Enum):
             choices[kind.__name__] = kind
+        choices |= _linked_choices(cls, said.get(field.name, ""))
         rows.append(
             f"| `{field.name}` | {_type_text(kind)} | {_default_text(default)} | {said.get(field.name, '')} |\n"
         )
@@ -120,6 +122,16 @@ def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iter
         yield title + (f"\n{doc}\n" if doc else "") + TABLE_HEAD + "".join(rows)
     for inner, key in below:
         yield from _section(inner, key, choices)
+
+
+def _linked_choices(cls: type, said: str) -> dict[str, type[Enum]]:
+    """Those of the dataclass's module to which a field's text links: what a text may be beside an import path."""
+    linked = set(re.findall(r"\]\(#(\w+)\)", said))
+    return {
+        name: kind
+        for name, kind in vars(sys.modules[cls.__module__]).items()
+        if name.lower() in linked and isinstance(kind, type) and issubclass(kind, Enum)
+    }
 
 
 def _type_text(kind: Any) -> str:

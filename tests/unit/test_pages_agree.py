@@ -29,6 +29,25 @@ def test_the_page_of_the_architecture_lists_every_package():
     assert listed == packages | {"slimrl/device.py", "megatron_patches", "tools"}
 
 
+def test_headings_to_which_pages_link_are_there():
+    pages = {page.resolve(): page.read_text() for page in (*DOCS.glob("*.md"), ROOT / "README.md")}
+    found, dead = 0, []
+    for page, text in pages.items():
+        for file, anchor in re.findall(r"\]\(([\w/.-]*)#([^)\s]+)\)", text):
+            target = (page.parent / file).resolve() if file else page
+            found += 1
+            if anchor not in anchors(pages.get(target, "")):
+                dead.append(f"{page.name}: {file}#{anchor}")
+    assert found > 50
+    assert dead == []
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
 def test_files_of_the_source_that_pages_name_are_there():
     named = {
         (page.name, path)

@@ -77,7 +77,8 @@ class DynamicSamplingConfig:
     max_refills: int = 4
     """Most further rollouts of a step."""
     oversampling: float = 1.0
-    """Prompts of each rollout of a step, as a multiple of the groups that are missing."""
+    """Prompts of each rollout of a step, as a multiple of the groups that are missing; those in excess are dropped.
+    `rollout.oversample` is another thing: its groups go on in the next step."""
     value_decay: float = 0.8
     """Weight of a prompt's earlier results against its newest in its success rate (value)."""
     uncertainty_weight: float = 0.5
