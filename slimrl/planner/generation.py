@@ -5,10 +5,22 @@ least one sequence is routed to, and the KV cache of all sequences (arXiv:2211.0
 attention are read and written.
 """
 
+from math import ceil
+
+from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.planner.engine import EnginePlan
 from slimrl.planner.hardware import GB, TERA, Hardware
 from slimrl.planner.shape import Shape
+
+
+def sampled_prompts(recipe: Recipe) -> int:
+    """Prompts of a step's first rollout: more than it trains on, where prompts without a signal are replaced. The
+    rollouts after it depend on the rewards."""
+    rollout, sampling = recipe.rollout, recipe.algorithm.dynamic_sampling
+    if sampling.refill is RefillMode.off or rollout.outlives_steps:
+        return rollout.prompts_per_step
+    return ceil(sampling.oversampling * rollout.prompts_per_step)
 
 
 def rollout_at_least_s(
@@ -31,7 +43,7 @@ def rollout_at_least_s(
     rollout = recipe.rollout
     gpus = rollout.num_engines * rollout.engine_tp
     sampled = min(length, rollout.max_turns * rollout.sampling.max_new_tokens)
-    sequences = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_engines
+    sequences = sampled_prompts(recipe) * rollout.samples_per_prompt / rollout.num_engines
     at_once = running_sequences(recipe, engine, length)
     in_group = at_once / rollout.engine_attention_dp
     read = decoding_step_bytes(shape, engine, sequences=at_once, in_group=in_group, context=length - sampled / 2)
@@ -42,7 +54,8 @@ def rollout_at_least_s(
 def running_sequences(recipe: Recipe, engine: EnginePlan, length: int) -> float:
     """Sequences that an engine runs at a time, limited by max_concurrency_per_engine, KV cache and states."""
     rollout = recipe.rollout
-    each = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_engines
+    present = max(sampled_prompts(recipe), rollout.oversample * rollout.prompts_per_step)
+    each = present * rollout.samples_per_prompt / rollout.num_engines
     states = () if engine.sequences is None else (engine.sequences,)
     return max(1.0, min(each, rollout.max_concurrency_per_engine, engine.kv_tokens / length, *states))
 

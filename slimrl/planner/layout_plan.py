@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slimrl.algorithms.passes import num_passes
 from slimrl.config.rollout_rules import LARGER_ENGINES
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.rollout import RolloutConfig, RolloutMode
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
 from slimrl.planner.engine import GIB, EnginePlan
 from slimrl.planner.facts import Facts
@@ -69,9 +69,16 @@ class LayoutPlan:
         return self.work.training_s + self.work.logprob_s + self.communication_s + self.updates * self.host_update_s
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the engines sample while the trainer trains."""
+        return bool(self.work.rollout_at_least_s) and self.recipe.rollout.mode is not RolloutMode.sync
+
+    @property
     def step_s(self) -> float:
-        """Training and the shortest possible rollout, without the resync."""
-        return self.training_s + self.work.rollout_at_least_s
+        """Training and the shortest possible rollout, without the resync: their sum, or the longer one where they
+        overlap."""
+        parts = (self.training_s, self.work.rollout_at_least_s)
+        return max(parts) if self.overlaps else sum(parts)
 
 
 def plan_layout(

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
@@ -20,6 +21,7 @@ from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.planner.critic import plan_critic
 from slimrl.planner.engine import GIB
 from slimrl.planner.facts import Facts, model_facts, with_engines
+from slimrl.planner.generation import sampled_prompts
 from slimrl.planner.hardware import GB, Hardware
 from slimrl.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.planner.memory import host_bytes_per_node, save_bytes_per_node
@@ -55,7 +57,7 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """The shortest possible rollout, log-probs, updates, and the resync."""
+        """The shortest possible rollout, log-probs and updates, and the resync, in which engines and trainer wait."""
         return self.layout.step_s + (self.resync.seconds if self.resync else 0.0)
 
 
@@ -194,7 +196,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "updates": layout.updates,
         "update_communication": asdict(layout.communication),
         "logprob_communication": asdict(layout.logprobs) if layout.logprobs else None,
-        # Its sequential parts.
+        # Its parts, one after another; but where they overlap, see `overlaps`.
         "step": {
             "rollout_at_least": layout.work.rollout_at_least_s,
             "logprobs": layout.work.logprob_s,
@@ -203,6 +205,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "host_optimizer": layout.updates * layout.host_update_s,
             "resync": plan.resync.seconds if plan.resync else 0.0,
         },
+        "overlaps": layout.overlaps,
         "step_seconds": plan.step_s,
         "resync": None
         if plan.resync is None
@@ -233,6 +236,9 @@ def _notes(planned: OfflineRecipe, mean_tokens: int | None) -> list[str]:
         notes.append(f"all sequences have the longest length, {longest:,} tokens; --mean-tokens sets another")
     if recipe.trainer.fp8 is not Fp8Scaling.off:
         notes.append("FP8 training is planned with activations and peak of bf16, so memory and time are upper bounds")
+    if not planned.sft and recipe.algorithm.dynamic_sampling.refill is not RefillMode.off:
+        first = "" if recipe.rollout.outlives_steps else f" after the first, of {sampled_prompts(recipe):,} prompts,"
+        notes.append(f"rollouts that replace prompts without a signal{first} are not planned")
     if recipe.trainer.lora.rank:
         notes.append("time and activations are planned as if all weights were trained, so both are upper bounds")
     if not planned.sft and recipe.shares_devices and not recipe.rollout.colocated:

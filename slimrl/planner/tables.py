@@ -194,7 +194,8 @@ def _time(plan: Plan) -> Table:
         rows.append(("resync", f"{plan.resync.seconds:,.1f} s, {plan.resync.sent_bytes / GB:,.1f} GB"))
         rows.append(("", ", ".join(f"{name} {n / GB:,.0f} GB" for name, n in plan.resync.link_bytes.items())))
     at_least = "at least " if layout.work.rollout_at_least_s else ""
-    rows.append(("= step", f"{at_least}{plan.step_s:,.1f} s"))
+    overlap = ", the longer of rollout and training, and the resync" if layout.overlaps else ""
+    rows.append(("= step", f"{at_least}{plan.step_s:,.1f} s{overlap}"))
     return _table("time of a step", ("", ""), rows)
 
 

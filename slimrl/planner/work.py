@@ -14,7 +14,7 @@ from slimrl.algorithms.passes import num_passes
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.planner.engine import EnginePlan
-from slimrl.planner.generation import rollout_at_least_s
+from slimrl.planner.generation import rollout_at_least_s, sampled_prompts
 from slimrl.planner.hardware import TERA, Hardware
 from slimrl.planner.parameters import ModelParameters
 from slimrl.planner.schedule import Batch, bubble_fraction
@@ -82,7 +82,7 @@ def step_work(
     training = (forward + batch.tokens * updates * mtp_flops_per_token(shape, per_token, mtp)) * forward_passes
     bubble = bubble_fraction(trainer.parallel, batch.micro_batches)
     speed = trainer.num_ranks * hardware.peak_tflops * TERA * hardware.mfu * (1 - bubble) * _fill(trainer, batch)
-    generated = forward if engine else 0.0
+    generated = forward * sampled_prompts(recipe) / recipe.rollout.prompts_per_step if engine else 0.0
     logprobs = of_update * num_passes(recipe) if engine else 0.0
     return Work(
         training_flops=training,

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.data import SftConfig
 from slimrl.config.schema.precision import Fp8Scaling, Precision
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
 from slimrl.planner.engine import GIB, EnginePlan
@@ -149,6 +151,47 @@ def test_a_step_is_made_of_work_communication_and_the_host_s_updates_each_as_oft
     assert (alone.updates, alone.logprobs, alone.work.rollout_at_least_s, alone.engine_gpu) == (1, None, 0, None)
     assert alone.batch.trajectory_tokens == 700
     assert alone.communication_s == pytest.approx(alone.communication.total_s)
+
+
+def test_a_step_of_engines_that_sample_while_the_trainer_trains_is_the_longer_of_the_two():
+    slow_memory = replace(Hardware().links, memory_gb_per_s=0.1)
+    for hardware, longer in (
+        (Hardware(mfu=1e-4), "training_s"),
+        (Hardware(links=slow_memory), "rollout_at_least_s"),
+    ):
+        given, found = recipe(8), {}
+        for mode in RolloutMode:
+            given.rollout.mode = mode
+            plan = planned(given, hardware, mean_tokens=400)
+            found[mode] = plan.step_s
+        parts = {"training_s": plan.training_s, "rollout_at_least_s": plan.work.rollout_at_least_s}
+        assert max(parts, key=parts.get) == longer
+        assert found[RolloutMode.sync] == pytest.approx(sum(parts.values()))
+        assert found[RolloutMode.one_step_off] == found[RolloutMode.async_] == parts[longer]
+
+
+def test_the_rollout_of_a_step_has_the_prompts_that_it_begins_with():
+    given = recipe(8)
+    given.rollout.prompts_per_step, given.rollout.max_concurrency_per_engine = 10, 8
+    plain = planned(given, Hardware(), mean_tokens=400).work
+    sampling = given.algorithm.dynamic_sampling
+    sampling.oversampling = 1.45
+    assert planned(given, Hardware(), mean_tokens=400).work == plain
+    sampling.refill = RefillMode.order
+    more = planned(given, Hardware(), mean_tokens=400).work
+    # 15 of 14.5
+    assert more.generation_flops == pytest.approx(1.5 * plain.generation_flops)
+    assert more.rollout_at_least_s == pytest.approx(1.5 * plain.rollout_at_least_s)
+    assert more.training_s == plain.training_s
+    given.rollout.mode = RolloutMode.async_
+    assert planned(given, Hardware(), mean_tokens=400).work == plain
+    given.rollout.mode, given.rollout.max_concurrency_per_engine = RolloutMode.sync, 1000
+    sampling.refill = RefillMode.off
+    plain = planned(given, Hardware(), mean_tokens=400).work
+    given.rollout.oversample = 1.5
+    at_once = planned(given, Hardware(), mean_tokens=400).work
+    assert at_once.generation_flops == plain.generation_flops
+    assert at_once.rollout_at_least_s < plain.rollout_at_least_s
 
 
 def test_the_time_that_is_sent_is_the_sum_over_all_kinds_of_parallelism():
