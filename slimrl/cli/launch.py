@@ -1,5 +1,6 @@
 """`slimrl launch slurm`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,8 @@ def slurm(
     nodes: Annotated[int, typer.Option(help="Nodes that the run uses.")] = ...,  # type: ignore[assignment]
     spares: Annotated[int, typer.Option(help="Further nodes to request, which replace nodes that fail a check.")] = 0,
     gpus_per_node: Annotated[int, typer.Option(help="0 for nodes without GPUs.")] = 8,
-    partition: str | None = None,
-    account: str | None = None,
+    partition: Annotated[str | None, typer.Option(help="SLURM partition; by default the cluster's.")] = None,
+    account: Annotated[str | None, typer.Option(help="SLURM account; by default yours.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, such as 1-12:00:00.")] = None,
     container: Annotated[str | None, typer.Option(help="Image for pyxis/enroot.")] = None,
     venv: Annotated[
@@ -50,9 +51,9 @@ def slurm(
     ] = False,
 ) -> None:
     """Check a recipe, write the script of a SLURM job that runs it (train or sft), and submit it."""
-    from slimrl.config.load import intended_command
+    from slimrl.config.load import intended_command, load_recipe
     from slimrl.launch.job_check import check_job
-    from slimrl.launch.submit import SlurmJob, job_script, submit
+    from slimrl.launch.submit import SlurmJob, job_name, job_script, submit
 
     job = SlurmJob(
         nodes=nodes,
@@ -78,9 +79,10 @@ def slurm(
     )
     for note in check_job(recipe, overrides or [], job, files=not dry_run):
         typer.echo(visible(str(note)), err=True)
+    job = replace(job, name=load_recipe(recipe, overrides or [], "sft" if job.sft else "train").recipe.run.name)
     script = job_script(recipe, overrides or [], job)
     if dry_run:
         typer.echo(script, nl=False)
         return
-    file, answer = submit(script, recipe.stem, log_dir)
+    file, answer = submit(script, job_name(recipe, job), log_dir)
     typer.echo(f"{answer}\nscript: {file}\nlogs: {log_dir}/JOB/latest")

@@ -135,6 +135,11 @@ def _missing_here(loaded: LoadedRecipe, job: SlurmJob) -> Iterator[Violation]:
             check()
         except ValueError as error:
             yield "", f"a submission from here would be refused: {error}"
+    if not job.log_dir.is_dir():
+        yield (
+            "",
+            f"{job.log_dir}: no such folder, where the job would log. Make it before sbatch: mkdir -p {job.log_dir}",
+        )
 
 
 def unmounted_paths(recipe: Recipe, log_dir: Path, mounts: str) -> Iterator[Violation]:

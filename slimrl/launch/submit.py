@@ -60,6 +60,8 @@ class SlurmJob:
     sbatch: tuple[str, ...] = ()
     """Further sbatch options, each `--NAME` or `--NAME=VALUE`"""
     signal_s: int = SIGNAL_S
+    name: str | None = None
+    """Of the run, after which the job is named; None for the recipe's file"""
     sft: bool = False
     resume: bool = False
     overwrite: bool = False
@@ -100,6 +102,7 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
         [
             "#!/bin/bash",
             *(f"#SBATCH {_quoted(line)}" for line in (*lines, *FLAGS, *job.sbatch)),
+            f"# SLURM drops a job whose log it cannot open. Before sbatch: mkdir -p {shlex.quote(str(job.log_dir))}",
             "set -euo pipefail",
             'cd "${SLIMRL_ROOT:-${SLURM_SUBMIT_DIR:?submit this script with sbatch}}"',
             f'exec "${{SLIMRL_HOST_PYTHON:-python3}}" -m slimrl.launch.job {shlex.join(arguments)}',
@@ -111,7 +114,7 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
 def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
     """sbatch options with values; None leaves one to SLURM."""
     return {
-        "job-name": f"slimrl-{path.stem}",
+        "job-name": f"slimrl-{job_name(path, job)}",
         "nodes": job.nodes + job.spares,
         "ntasks-per-node": 1,
         "gpus-per-node": job.gpus_per_node or None,
@@ -123,6 +126,11 @@ def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
         "open-mode": "append",
         "output": job.log_dir / "%j.log",
     }
+
+
+def job_name(path: Path, job: SlurmJob) -> str:
+    """Of the job, without `slimrl-`."""
+    return job.name or path.stem
 
 
 def check_sbatch(path: Path, job: SlurmJob) -> None:
@@ -173,7 +181,7 @@ def submit(script: str, name: str, log_dir: Path) -> tuple[Path, str]:
     """
     # SLURM silently drops a job whose log it cannot open.
     log_dir.mkdir(parents=True, exist_ok=True)
-    file = log_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
+    file = log_dir / f"{name.replace('/', '_')}-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
     file.write_text(script)
     try:
         answer = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, timeout=60, check=False)

@@ -3,8 +3,9 @@
 import logging
 import os
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -14,12 +15,13 @@ from slimrl import cli
 from slimrl.cli import runs
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.config import load
+from slimrl.config.schema.recipe import Recipe
 from slimrl.launch import job_check, submit
 from slimrl.launch.reports import LaunchError
 from slimrl.observability.folder_lock import folder_lock
+from slimrl.observability.logs import log_to_file
 from slimrl.planner import command as planner_command
 from slimrl.planner.hardware import Hardware
-from slimrl.observability.logs import log_to_file
 from slimrl.resync.estimate.machine import Machine
 from slimrl.runtime import commands, evaluation
 from slimrl.runtime.checks import config_check
@@ -186,6 +188,9 @@ def test_a_measured_resync_is_told_size_family_and_repeats(told):
 def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeypatch):
     checked, written = told(job_check, "check_job", answer=("note",)), told(submit, "job_script", answer="script\n")
     submitted = told(submit, "submit", answer=(Path("f.sbatch"), "Submitted batch job 5"))
+    loaded = Recipe()
+    loaded.run.name = "demo"
+    read = told(load, "load_recipe", answer=SimpleNamespace(recipe=loaded))
     monkeypatch.setattr(load, "intended_command", lambda path, overrides: "sft" if overrides else "train")
     settings = {
         "nodes": 3, "spares": 2, "gpus_per_node": 4, "partition": "p", "account": "acct", "time": "1:00:00",
@@ -207,7 +212,7 @@ def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeyp
     dry = invoke("launch", "slurm", "r.yaml", "--nodes", 1, "--dry-run")
     assert (dry.exit_code, dry.stdout, len(submitted)) == (0, "script\n", 1)
     assert checked[1] == ((Path("r.yaml"), [], submit.SlurmJob(nodes=1)), {"files": False})
-    assert asdict(submit.SlurmJob(nodes=1)) == asdict(written[1][0][2])
+    assert asdict(submit.SlurmJob(nodes=1, name="demo")) == asdict(written[1][0][2])
 
 
 def test_recipes_and_settings_of_a_check_are_told_apart(told):

@@ -113,6 +113,17 @@ def test_a_recipe_for_sft_is_launched_and_shown_as_one():
     assert "sft.max_tokens" in shown.stdout
 
 
+def test_a_dry_run_names_the_job_after_its_run_and_tells_that_sbatch_needs_the_folder_of_the_log(tmp_path: Path):
+    recipe, told = f"{FAMILY}/qwen3_30b_a3b_gspo.yaml", f"mkdir -p {tmp_path / 'logs'}"
+    for log_dir, is_told in ((tmp_path / "logs", True), (tmp_path, False)):
+        dry = launch(recipe, "run.name=mine", "--nodes", "1", "--log-dir", str(log_dir))
+        lines = dry.stdout.splitlines()
+        assert "#SBATCH --job-name=slimrl-mine" in lines
+        assert f"# SLURM drops a job whose log it cannot open. Before sbatch: mkdir -p {log_dir}" in lines
+        assert (told in dry.stderr) is is_told
+    assert not (tmp_path / "logs").exists()
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
