@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from slimrl_tools.command_options import Count, Seed
+from slimrl_tools.command_options import Seed, count
 from slimrl_tools.convert.commands_convert import app as convert
 from slimrl_tools.derive.commands_derive import average, dequantize, quantize, slice_layers
 from slimrl_tools.exit_codes import exit_codes
@@ -15,7 +15,7 @@ from slimrl_tools.inspect.commands_diff_config import diff_config
 from slimrl_tools.inspect.commands_inspect import inspect
 from slimrl_tools.prepare.commands_prepare import prepare
 from slimrl_tools.toy.commands_data import add_data_commands
-from slimrl_tools.toy.toy_configs import TOYS, ToySize
+from slimrl_tools.toy.toy_configs import TOYS, ToySize, toy_config
 from slimrl_tools.verify.commands_verify import verify
 
 app = typer.Typer(
@@ -33,13 +33,13 @@ def toy(
     family: Annotated[str, typer.Argument(help=f"One of {', '.join(TOYS)}.")],
     out: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
     seed: Seed = 0,
-    layers: Count = ToySize.layers,
-    hidden: Count = ToySize.hidden,
-    heads: Count = ToySize.heads,
-    kv_heads: Count = ToySize.kv_heads,
-    head_dim: Count = ToySize.head_dim,
-    experts: Count = ToySize.experts,
-    experts_per_token: Count = ToySize.experts_per_token,
+    layers: Annotated[int, count("Layers.")] = ToySize.layers,
+    hidden: Annotated[int, count("Width of the model.")] = ToySize.hidden,
+    heads: Annotated[int, count("Heads of attention.")] = ToySize.heads,
+    kv_heads: Annotated[int, count("Heads of keys and values; they divide --heads.")] = ToySize.kv_heads,
+    head_dim: Annotated[int, count("Width of a head.")] = ToySize.head_dim,
+    experts: Annotated[int, count("Experts of a layer.")] = ToySize.experts,
+    experts_per_token: Annotated[int, count("Experts to which a token goes.")] = ToySize.experts_per_token,
     moe_intermediate: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = ToySize.moe_intermediate,
     mtp_layers: Annotated[int, typer.Option(min=0, help="Layers for multi-token prediction.")] = ToySize.mtp_layers,
     text: Annotated[Path | None, typer.Option(help="File of a task whose words become tokens.")] = None,
@@ -57,6 +57,7 @@ def toy(
         mtp_layers=mtp_layers,
     )
     with exit_codes():
+        toy_config(family, size)  # refuses what it cannot build, before the seconds of the import
         from slimrl_tools.toy.toy import write_toy
 
         parameters = write_toy(family, out, size, seed, text)

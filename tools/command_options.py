@@ -1,7 +1,7 @@
 """Options that several commands have."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,20 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not read the result back to compare it.")]
 ShardGb = Annotated[float, typer.Option(min=0.000001, help="Gigabytes (1e9 bytes) per file at most.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same files.")]
-Count = Annotated[int, typer.Option(min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Dtype = Annotated[str, typer.Option(help=f"{KEEP}, {', '.join(DTYPES)}. Tensors that models keep in float32 stay so.")]
+
+
+def count(meaning: str) -> Any:
+    """An option of a number of at least 1."""
+    return typer.Option(min=1, help=meaning)
+
+
+def check_sources(*folders: Path) -> None:
+    """Raises ValueError if one is no folder; before the seconds that large imports take."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: {'a file' if folder.exists() else 'no such folder'}; a checkpoint is a folder")
 
 
 def torch_dtype(option: str, value: str, choices: tuple[str, ...] = tuple(DTYPES)) -> str:

@@ -10,8 +10,6 @@ from rich.table import Table
 from slimrl.cli.arguments import ForCommand, Overrides, Recipe
 from slimrl.observability.terminal import plain_console
 
-PIPED_COLUMNS = 500
-
 OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 """Start of a setting on the command line, which tells it from a recipe."""
 
@@ -21,14 +19,20 @@ def show_settings(recipe: Recipe, overrides: Overrides = None, command: ForComma
     from slimrl.config.load import intended_command, load_recipe
     from slimrl.config.show import show
 
+    command_meant = command or intended_command(recipe, overrides or [])
+    rows = show(load_recipe(recipe, overrides or [], command_meant))
+    console = plain_console()
+    if not console.is_terminal:
+        # In a file or a pipe each setting is one whole line.
+        for row in rows:
+            console.print("  ".join(row))
+        return
     table = Table(box=None, header_style="bold")
     for title in ("key", "value", "from"):
         table.add_column(title, overflow="fold")
-    command_meant = command or intended_command(recipe, overrides or [])
-    for row in show(load_recipe(recipe, overrides or [], command_meant)):
+    for row in rows:
         table.add_row(*row)
-    # In a file or a pipe each setting is one whole line.
-    plain_console(soft_wrap=False, piped_columns=PIPED_COLUMNS).print(table)
+    plain_console(soft_wrap=False).print(table)
 
 
 def check(

@@ -13,7 +13,7 @@ from slimrl.data.imports import imports_uncollected
 
 DEFAULT_COMMAND = "run"
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+JsonFile = Annotated[Path | None, typer.Option("--json-file", help="Write the figures to this file.")]
 
 
 class _GroupContext(typer.Context):
@@ -69,7 +69,7 @@ def compare(
     from slimrl.evaluation.tables import print_comparison
 
     if json_file is not None:
-        check_output_file("--json", json_file)
+        check_output_file("--json-file", json_file)
     comparisons = compare(EvalFolder(a), EvalFolder(b))
     print_comparison(comparisons)
     if json_file is not None:

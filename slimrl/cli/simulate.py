@@ -51,7 +51,7 @@ def simulate(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to measure, after some that warm up.")] = 40,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON file to write.")] = None,
+    json_file: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON file to write.")] = None,
     gpus_per_node: GpusPerNode = 8,
     gpu_memory_gib: GpuMemoryGib = 80.0,
     peak_tflops: PeakTflops = 989.0,
@@ -89,4 +89,4 @@ def simulate(
         steps=steps,
         seed=seed,
     )
-    run(recipe, overrides or [], hardware, question, json_file=json)
+    run(recipe, overrides or [], hardware, question, json_file=json_file)

@@ -314,7 +314,9 @@ def _type_message(key: str, annotation: Any, value: Any, reason: str) -> str:
     if annotation is None:
         return f"{reason.rstrip('.')}."
     name = annotation.__name__ if type(annotation) is type else str(annotation)
-    return f"expected {name}, got {'null' if value is None else repr(value)}."
+    wanted = "true or false" if annotation is bool else name
+    how = f" Write [{value}]." if name.startswith("list[") and isinstance(value, str) and value else ""
+    return f"expected {wanted}, got {'null' if value is None else repr(value)}.{how}"
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:

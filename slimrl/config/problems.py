@@ -32,8 +32,9 @@ class RecipeError(ValueError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        noun = "problem" if len(self.problems) == 1 else "problems"
-        super().__init__("\n".join([*map(str, self.problems), f"{len(self.problems)} {noun}. Nothing was started."]))
+        count = sum(problem.count for problem in self.problems)
+        noun = "problem" if count == 1 else "problems"
+        super().__init__("\n".join([*map(str, self.problems), f"{count} {noun}. Nothing was started."]))
 
 
 def syntax_text(error: SyntaxError) -> str:

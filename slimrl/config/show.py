@@ -1,5 +1,6 @@
 """A recipe as text: the resolved YAML of a run folder, and the table of `slimrl config show`."""
 
+import json
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
@@ -42,9 +43,14 @@ def show(loaded: LoadedRecipe) -> list[tuple[str, str, str]]:
     environment."""
     references = loaded.environment.references
     return [
-        (key, "-" if value == MISSING else str(references.get(key, _plain(value))), loaded.provenance[key])
+        (key, "-" if value == MISSING else _text(references.get(key, _plain(value))), loaded.provenance[key])
         for key, value in flatten(loaded.recipe, loaded.provenance)
     ]
+
+
+def _text(value: Any) -> str:
+    """A text as it is, all else as a recipe writes it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:

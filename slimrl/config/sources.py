@@ -95,6 +95,34 @@ def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Iterato
             problems.append(Problem(where=COMMAND_LINE, key=key, message=message))
 
 
+IN_WORDS = {
+    r"found character '\\t' that cannot start any token": "a tab; indent with spaces",
+    r"found character '(.)' that cannot start any token": r"a value cannot begin with \1; write it in quotes",
+    r"mapping values are not allowed here": "a second `: ` on a line, a line that is indented too far, or one above it "
+    "without a space behind its `:`; a text with `: ` in it stands in quotes",
+    r"sequence entries are not allowed here": "a `- ` of a list stands at the beginning of a line",
+    r"second occurrence": "an anchor that is given twice",
+    r"could not find expected ':'": "a line before this one is no `key: value`, with a space behind the `:`",
+    r"expected <block end>, but found.*": "a line that is indented otherwise than those of its section, or text behind "
+    "a value in quotes",
+    r"expected ',' or '\]', but got .*": "a list that begins with [ needs commas between its values and a ] at its end",
+    r"expected ',' or '}', but got .*": "a mapping that begins with { needs commas between its keys and a } at its end",
+    r"found unexpected end of stream": "a quote that is not closed",
+    r"found unknown escape character .*": "a backslash in double quotes begins an escape; use single quotes",
+    r"found undefined alias .*": "a value cannot begin with * unless that names an anchor; write it in quotes",
+    r"could not determine a constructor for the tag .*": "a value cannot begin with !; write it in quotes",
+    r"but found another document": "a second document, which --- begins; a recipe is one",
+}
+"""What PyYAML says -> what its user should read"""
+
+
 def _reason(error: yaml.YAMLError) -> str:
-    reason = getattr(error, "problem", None) or error
-    return str(reason) if isinstance(error, Refused) else f"not YAML: {reason}"
+    reason = str(getattr(error, "problem", None) or error)
+    if isinstance(error, Refused):
+        return reason
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"not YAML: character {error.position + 1} is one that no text has, U+{error.character:04X}"
+    for said, words in IN_WORDS.items():
+        if found := re.fullmatch(said, reason):
+            return f"not YAML: {found.expand(words)}"
+    return f"not YAML: {reason}"

@@ -157,7 +157,9 @@ class YamlSource:
             name = key_node.value if isinstance(key_node, yaml.ScalarNode) else ""
             key = f"{prefix}.{name}" if prefix else name
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-                problems.append(Problem(where=where, key=key, message="a key is made of letters, digits, _ and -."))
+                space = " Behind its `:` is a space." if ":" in name else ""
+                message = f"a key is made of letters, digits, _ and -.{space}"
+                problems.append(Problem(where=where, key=key, message=message))
             elif name in seen:
                 problems.append(Problem(where=where, key=key, message=f"given twice, first at {seen[name]}."))
             elif is_section(key) and isinstance(value_node, yaml.MappingNode):

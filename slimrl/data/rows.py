@@ -1,10 +1,18 @@
 """Goes through the rows of a data file, and names every broken one in one error."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 MAX_SHOWN = 20
 """Broken rows that an error lists; the others are counted."""
+
+
+class BrokenRows(ValueError):
+    """Several rows of a file are broken."""
+
+    def __init__(self, broken: Sequence[str], noun: str = "lines") -> None:
+        super().__init__(summary(broken, noun))
+        self.count = len(broken)
 
 
 class WrongFileKind(ValueError):
@@ -35,13 +43,13 @@ def parse_rows[R, T](
             if isinstance(error, WrongFileKind) and not values:
                 raise ValueError(broken[-1]) from error
     if broken:
-        raise ValueError(summary(broken, noun))
+        raise BrokenRows(broken, noun)
     if not values:
         raise ValueError(f"{path}: the file has no {noun}")
     return values
 
 
-def summary(broken: list[str], noun: str = "lines") -> str:
+def summary(broken: Sequence[str], noun: str = "lines") -> str:
     """The number of problems and the first of them, one per line; a single one alone."""
     if len(broken) == 1:
         return broken[0]

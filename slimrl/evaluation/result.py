@@ -1,4 +1,4 @@
-"""The result of an evaluation on one set: what summary.json, --json and the tables show."""
+"""The result of an evaluation on one set: what summary.json, --json-file and the tables show."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,65 +23,70 @@ log = logging.getLogger(__name__)
 def _start_wandb(
     run: RunFolder, tracking: TrackingConfig, config: Mapping[str, Any], say: Callable[[str], None]
 ) -> Any:
-    """A wandb run inside the run folder; it prints nothing, and offline it opens no connection.
+    """A wandb run inside the run folder. Online without an account or a connection it goes on offline, and says so."""
+    _set_up_wandb(run)
+    import wandb
 
-    Online without an account or a connection it goes on offline, and says so.
+    start = partial(_init_wandb, run, tracking.wandb_project, config)
+    if tracking.wandb is WandbMode.offline:
+        return start(WandbMode.offline)
+    reason = missing_key_text()
+    if has_wandb_key():  # else wandb would ask for one on a terminal
+        try:
+            return start(WandbMode.online)
+        except (wandb.Error, TimeoutError) as error:
+            log.warning("wandb does not go online", exc_info=error)
+            reason = _first_line(error)
+            wandb.teardown()  # its process still holds the run's id
+    say(f"wandb goes on offline: {reason}. Send it later: wandb sync {run.wandb}/offline-run-*")
+    return start(WandbMode.offline)
+
+
+def _init_wandb(run: RunFolder, project: str, config: Mapping[str, Any], mode: WandbMode) -> Any:
+    """It prints nothing, and offline it opens no connection.
+
+    Raises:
+        wandb.Error, TimeoutError: online mode without an account or a connection.
     """
-    run.wandb.mkdir(exist_ok=True)
-    # wandb reads these variables at import: its caches lie in the run folder, and it reports no errors.
-    os.environ["WANDB_ERROR_REPORTING"] = "false"
-    for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
-        os.environ.setdefault(f"WANDB_{name}_DIR", str(run.wandb / name.lower()))
-    # Else it advertises Weave where a client such as openai is imported, and connects to it where weave is.
-    os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
     import wandb
 
     # A resumed run keeps the id.
     run_id = run.wandb / "run_id"
     if not run_id.exists():
         run_id.write_text(os.urandom(8).hex())
-
-    def init(mode: WandbMode) -> Any:
-        return wandb.init(
-            project=tracking.wandb_project,
-            name=run.path.name,
-            id=run_id.read_text(),
-            resume="allow" if mode is WandbMode.online else None,
-            dir=str(run.path),
-            mode=mode.value,
-            config=dict(config),
-            settings=wandb.Settings(
-                init_timeout=CONNECT_TIMEOUT_S,
-                silent=True,
-                console="off",
-                disable_git=True,
-                disable_code=True,
-                disable_job_creation=True,
-                x_disable_stats=True,
-                x_disable_machine_info=True,
-            ),
-        )
-
-    def init_offline(reason: str) -> Any:
-        say(f"wandb goes on offline: {reason}. Send it later: wandb sync {run.wandb}/offline-run-*")
-        return init(WandbMode.offline)
-
-    if tracking.wandb is WandbMode.online and not has_wandb_key():
-        # wandb would ask for one on a terminal.
-        started = init_offline(missing_key_text())
-    else:
-        try:
-            started = init(tracking.wandb)
-        except (wandb.Error, TimeoutError) as error:
-            if tracking.wandb is not WandbMode.online:
-                raise
-            log.warning("wandb does not go online", exc_info=error)
-            wandb.teardown()  # its process still holds the run's id
-            started = init_offline(_first_line(error))
+    started = wandb.init(
+        project=project,
+        name=run.path.name,
+        id=run_id.read_text(),
+        resume="allow" if mode is WandbMode.online else None,
+        dir=str(run.path),
+        mode=mode.value,
+        config=dict(config),
+        settings=wandb.Settings(
+            init_timeout=CONNECT_TIMEOUT_S,
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            disable_job_creation=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+        ),
+    )
     # wandb continues its own step count from the last process and drops metrics below it, but a resumed run starts
     # again after its checkpoint.
     started.define_metric("*", step_metric=STEP)
     return started
+
+
+def _set_up_wandb(run: RunFolder) -> None:
+    """Variables that wandb reads at import: its caches lie in the run folder, and it reports no errors."""
+    run.wandb.mkdir(exist_ok=True)
+    os.environ["WANDB_ERROR_REPORTING"] = "false"
+    for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
+        os.environ.setdefault(f"WANDB_{name}_DIR", str(run.wandb / name.lower()))
+    # Else it advertises Weave where a client such as openai is imported, and connects to it where weave is.
+    os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
 
 
 def _first_line(error: Exception) -> str:

@@ -46,7 +46,7 @@ def evaluate(
         read = partial(load_task, train=False, evaluate=True)
         loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
         if json_file is not None:
-            check_output_file("--json", json_file)
+            check_output_file("--json-file", json_file)
         for note in task.notes:
             progress.say(note)
         settings = loaded.recipe.eval

@@ -16,7 +16,7 @@ from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import pack_for
 from slimrl.data.prompts import read_conversations
-from slimrl.data.rows import summary
+from slimrl.data.rows import BrokenRows
 from slimrl.data.trajectory import Segment
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_chat_format
@@ -58,7 +58,7 @@ def _read_file(path: Path, recipe: Recipe, chat: ChatFormat) -> list[Segment]:
             problems.append(f"{conversation.source}: {longest} tokens, sft.max_tokens is {recipe.sft.max_tokens}")
         examples += [Segment.not_sampled(tokens, mask) for tokens, mask in sequences]
     if problems:
-        raise ValueError(summary(problems))
+        raise BrokenRows(problems)
     return examples
 
 

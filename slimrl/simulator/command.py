@@ -226,7 +226,7 @@ def run(
     """
     simulator = Simulator(path, overrides, hardware, question)
     if json_file is not None:
-        check_output_file("--json", json_file)
+        check_output_file("--json-file", json_file)
     rollout = simulator.recipe.rollout
     if question.suggest is not None:
         rows = simulator.rows_by_split()

@@ -457,7 +457,7 @@ def test_a_conversion_does_not_go_on_with_another_config_or_other_weights_beside
     (src / "config.json").write_text(json.dumps({**config, "bos_token_id": 7}))
     again = CliRunner().invoke(app, [*arguments, "--resume"])
     assert again.exit_code == 2
-    assert "another job (hf_dir differ)" in again.output
+    assert "another job (--hf differs)" in again.output
 
 
 def with_little_room(nbytes: int, *arguments: object) -> subprocess.CompletedProcess[str]:

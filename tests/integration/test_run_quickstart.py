@@ -80,7 +80,14 @@ def test_the_quickstart_in_small(tmp_path: Path, temporary_files: Path):
 
     report = tmp_path / "after.json"
     succeed(
-        "eval", GSPO, *workspace.overrides(), "--checkpoint", str(gspo.export), "--json", str(report), timeout_s=RUN_S
+        "eval",
+        GSPO,
+        *workspace.overrides(),
+        "--checkpoint",
+        str(gspo.export),
+        "--json-file",
+        str(report),
+        timeout_s=RUN_S,
     )
     result = json.loads(report.read_text())
     assert result["checkpoint"] == str(gspo.export)

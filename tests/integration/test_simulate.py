@@ -15,7 +15,7 @@ RECIPE = str(Path(__file__).parents[2] / "recipes/qwen3/qwen3_8b_gspo_disaggrega
 
 def rows_of(folder: Path, *arguments: object) -> list[dict]:
     result = CliRunner().invoke(
-        app, ["simulate", RECIPE, *map(str, arguments), "--steps", "4", "--json", str(folder / "out.json")]
+        app, ["simulate", RECIPE, *map(str, arguments), "--steps", "4", "--json-file", str(folder / "out.json")]
     )
     assert result.exit_code == 0, result.output
     return json.loads((folder / "out.json").read_text())["rows"]

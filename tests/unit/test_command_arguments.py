@@ -142,7 +142,7 @@ def test_training_on_a_file_is_told_which_and_how_often(told):
         (
             "eval",
             "evaluate",
-            {"checkpoint": Path("hf"), "out": Path("o"), "json": Path("f.json"), "ray_address": "h:1"},
+            {"checkpoint": Path("hf"), "out": Path("o"), "json_file": Path("f.json"), "ray_address": "h:1"},
         ),
         ("rollout", "rollout", {"out": Path("t.jsonl"), "ray_address": "h:1"}),
         ("export", "export", {"checkpoint": Path("step"), "out": Path("hf"), "ray_address": "h:1"}),
@@ -151,12 +151,11 @@ def test_training_on_a_file_is_told_which_and_how_often(told):
 def test_other_commands_are_told_their_settings_and_files(told, command, function, settings):
     calls = told(evaluation if command == "eval" else commands, function)
     assert invoke(command, "r.yaml", "a=1", *options_of(settings)).exit_code == 0
-    given = {"json_file" if name == "json" else name: value for name, value in settings.items()}
-    assert calls == [((Path("r.yaml"), ["a=1"]), given)]
-    optional = ("json", "ray_address", *(["out"] if command == "eval" else []))
+    assert calls == [((Path("r.yaml"), ["a=1"]), settings)]
+    optional = ("json_file", "ray_address", *(["out"] if command == "eval" else []))
     needed = {name: value for name, value in settings.items() if name not in optional}
     assert invoke(command, "r.yaml", *options_of(needed)).exit_code == 0
-    assert calls[1] == ((Path("r.yaml"), []), {name: needed.get(name) for name in given})
+    assert calls[1] == ((Path("r.yaml"), []), {name: needed.get(name) for name in settings})
 
 
 def test_every_option_of_a_plan_is_that_of_its_hardware_or_its_question(told):
@@ -188,10 +187,10 @@ def test_a_measured_resync_is_told_size_family_and_repeats(told):
 def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeypatch):
     checked, written = told(job_check, "check_job", answer=("note",)), told(submit, "job_script", answer="script\n")
     submitted = told(submit, "submit", answer=(Path("f.sbatch"), "Submitted batch job 5"))
+    monkeypatch.setattr(load, "intended_command", lambda path, overrides: "sft" if overrides else "train")
     loaded = Recipe()
     loaded.run.name = "demo"
     read = told(load, "load_recipe", answer=SimpleNamespace(recipe=loaded))
-    monkeypatch.setattr(load, "intended_command", lambda path, overrides: "sft" if overrides else "train")
     settings = {
         "nodes": 3, "spares": 2, "gpus_per_node": 4, "partition": "p", "account": "acct", "time": "1:00:00",
         "container": "i.sqsh", "container_mounts": "/a:/b", "venv": Path("venv"), "log_dir": Path("logs"),
@@ -204,7 +203,7 @@ def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeyp
     assert result.stdout == "Submitted batch job 5\nscript: f.sbatch\nlogs: logs/JOB/latest\n"
     assert result.stderr == "note\n"
     job = submit.SlurmJob(**settings, sbatch=("--qos=high", "--hold"), sft=True)
-    assert {field.name for field in fields(job)} == {*settings, "sbatch", "sft"}
+    assert {field.name for field in fields(job)} == {*settings, "sbatch", "sft", "name"}
     assert checked == [((Path("dir/r.yaml"), ["a=1"], job), {"files": True})]
     assert read == [((Path("dir/r.yaml"), ["a=1"], "sft"), {})]
     assert written == [((Path("dir/r.yaml"), ["a=1"], replace(job, name="demo")), {})]
@@ -260,10 +259,6 @@ def test_each_way_to_end_has_its_exit_code_and_one_message(error, code, said, lo
     assert any(record.exc_info for record in caplog.records) is isinstance(error, ValueError)
 
 
-def test_what_is_a_fault_of_ours_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError), exit_codes():
-        raise ZeroDivisionError
-
 def test_a_run_that_fails_names_the_folder_of_its_logs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = logging.root.handlers[:], logging.root.level
@@ -280,6 +275,10 @@ def test_a_run_that_fails_names_the_folder_of_its_logs(tmp_path, monkeypatch, ca
             logging.captureWarnings(False)
         assert (ended.value.exit_code, capsys.readouterr().err) == (code, said)
 
+
+def test_what_is_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError), exit_codes():
+        raise ZeroDivisionError
 
 
 def test_a_command_ends_by_its_code_where_a_call_of_the_task_hangs(monkeypatch):

@@ -44,6 +44,10 @@ def test_text_of_a_recipe_is_printed_as_it_is(monkeypatch):
     piped = CliRunner().invoke(app, ["config", "show", recipe, f"agent.system_prompt='{long}'"])
     (line,) = [line.strip() for line in piped.output.splitlines() if "agent.system_prompt" in line]
     assert line.split(None, 1)[1] == f"{long}  command line"
+    lines = piped.output.splitlines()
+    assert f"rollout.colocated  true  {Path('recipes/base/colocated.yaml')}:3" in lines
+    assert "trainer.parallel.virtual_pipeline  null  default" in lines
+    assert all(line == line.rstrip() and len(line.split("  ")) == 3 for line in lines)
 
 
 def test_a_report_says_where_it_is(tmp_path: Path):
@@ -60,8 +64,8 @@ def test_a_report_says_where_it_is(tmp_path: Path):
     ("command", "option", "work"),
     [
         (("report", "RUN"), "--out", "slimrl.observability.report.write_curve"),
-        (("simulate", SPLIT), "--json", "slimrl.simulator.command.Simulator.rows_by_mode"),
-        (("eval", "compare", "RUN", "RUN"), "--json", "slimrl.evaluation.comparison.compare"),
+        (("simulate", SPLIT), "--json-file", "slimrl.simulator.command.Simulator.rows_by_mode"),
+        (("eval", "compare", "RUN", "RUN"), "--json-file", "slimrl.evaluation.comparison.compare"),
         (("rollout", SPLIT), "--out", "slimrl.runtime.commands.prepare"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,

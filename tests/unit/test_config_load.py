@@ -297,9 +297,9 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("trainer.num_ranks=two", "trainer.num_ranks: expected int, got 'two'."),
         ("trainer.num_ranks=2.5", "trainer.num_ranks: expected int, got 2.5."),
         ("trainer.num_ranks=null", "trainer.num_ranks: expected int, got null."),
-        ("deterministic=maybe", "deterministic: expected bool, got 'maybe'."),
-        ("deterministic=on", "deterministic: expected bool, got 'on'."),
-        ("deterministic=y", "deterministic: expected bool, got 'y'."),
+        ("deterministic=maybe", "deterministic: expected true or false, got 'maybe'."),
+        ("deterministic=on", "deterministic: expected true or false, got 'on'."),
+        ("deterministic=y", "deterministic: expected true or false, got 'y'."),
         ("seed=1_000", "seed: expected int, got '1_000'."),
         ("seed=true", "seed: expected int, got True."),
         ("trainer.optimizer.lr='1'", "trainer.optimizer.lr: expected float, got '1'."),
@@ -313,7 +313,7 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("trainer.megatron.attention_backend=flsh",
          "trainer.megatron.attention_backend: 'flsh' is not one of flash, fused, unfused, local, auto. "
          "Did you mean flash?"),
-        ("agent.tools=a:f", "agent.tools: expected list[str], got 'a:f'."),
+        ("agent.tools=a:f", "agent.tools: expected list[str], got 'a:f'. Write [a:f]."),
         ("trainer.precision=fp23", "trainer.precision: 'fp23' is not one of fp32, bf16. Did you mean fp32?"),
         ("trainer.parallel=4", "trainer.parallel: is a section; expected keys below it, got 4."),
         ("rollout.sglang.page_siez=1",
@@ -344,7 +344,9 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
         ("steps", "steps: an override is written key=value."),
         ("rollout.async=true", "rollout.async: no such key. Did you mean rollout.mode: async?"),
         ("rollout.mode=null", "rollout.mode: null is not one of sync, one_step_off, async."),
-        ("agent.tools=[a", "agent.tools: '[a' is not YAML: expected ',' or ']', but got '<stream end>'."),
+        ("agent.tools=[a",
+         "agent.tools: '[a' is not YAML: a list that begins with [ needs commas between its values and a ] at its "
+         "end."),
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_named_with_what_was_probably_meant(folder, override, message):
@@ -379,7 +381,10 @@ def test_sft_needs_no_rollout_and_train_no_sft_settings(folder):
     [
         ("extends: other.yaml\n", "recipe.yaml:1: extends: other.yaml: No such file or directory."),
         ("extends: recipe.yaml\n", "recipe.yaml:1: extends: recipe.yaml -> recipe.yaml is a cycle."),
-        ("a: [1\nb: 2\n", "recipe.yaml:2: not YAML: expected ',' or ']', but got ':'."),
+        (
+            "a: [1\nb: 2\n",
+            "recipe.yaml:2: not YAML: a list that begins with [ needs commas between its values and a ] at its end.",
+        ),
         ("- 1\n", "recipe.yaml:1: a recipe is a mapping of keys to values."),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_folder_of_something_else_is_refused_before_anything_starts(parts: Par
     with pytest.raises(ValueError, match=r"file: not the folder of an evaluation"):
         evaluate(checkpoint, tmp_path / "other" / "file")
     for json_file, said in ((tmp_path, "is a folder"), (tmp_path / "other/file/x.json", "folder cannot be made")):
-        with pytest.raises(ValueError, match=f"--json .*{said}"):
+        with pytest.raises(ValueError, match=f"--json-file .*{said}"):
             evaluate(checkpoint, None, json_file)
     assert not parts.starts
     evaluate(checkpoint, out := tmp_path / "out")
@@ -157,7 +157,7 @@ def test_two_evaluations_are_compared_where_a_recipe_could_stand(monkeypatch, tm
     asked = []
     monkeypatch.setattr(comparison, "compare", lambda a, b: asked.append((a.path, b.path)) or [])
     report = tmp_path / "deep" / "report.json"
-    result = CliRunner().invoke(cli.app, ["eval", "compare", "x", "y", "--json", str(report)])
+    result = CliRunner().invoke(cli.app, ["eval", "compare", "x", "y", "--json-file", str(report)])
     assert (result.exit_code, asked) == (0, [(Path("x"), Path("y"))])
     assert json.loads(report.read_text()) == {"a": "x", "b": "y", "sets": {}}
     for arguments in (["eval"], ["eval", "--checkpoint", "hf"]):

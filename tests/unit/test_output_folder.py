@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 from slimrl_tools.convert.output_folder import check_space, output_folder, partial_path, source_files
@@ -10,7 +13,7 @@ JOB = {"command": "test", "block": (16, 16)}
 
 
 def test_what_is_written_appears_under_its_name_without_the_job(tmp_path):
-    out = tmp_path / "deep" / "out"
+    out = tmp_path / "out"
     with output_folder(out, JOB, resume=False) as folder:
         (folder / "a").write_text("1")
         assert not out.exists()
@@ -36,7 +39,7 @@ def test_an_interrupted_job_keeps_what_it_finished_and_is_continued(tmp_path):
     assert caught.value.__notes__ == [f"Finished files are in {partial_path(out)}; --resume continues from there."]
     with pytest.raises(ValueError, match="continue it with --resume"):
         write(out)
-    with pytest.raises(ValueError, match=r"another job \(block differ\)"):
+    with pytest.raises(ValueError, match=r"another job \(--block differs\)"):
         write(out, JOB | {"block": (8, 8)}, resume=True)
     with output_folder(out, JOB, resume=True) as folder:
         assert (folder / "a").read_text() == "1"
@@ -74,10 +77,20 @@ def test_an_output_that_came_into_being_meanwhile_is_not_replaced(tmp_path):
     assert (partial_path(out) / "a").read_text() == "1"
 
 
-def test_a_disk_that_is_too_small_is_named_before_anything_is_written(tmp_path):
-    with pytest.raises(OSError, match=r"needs 1000000\.0 GB, .* GB are free"):
+def test_a_disk_that_is_too_small_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    with pytest.raises(OSError, match=r"needs 1,000,000\.00 GB, [\d.,]+ .?B are free"):
         check_space(tmp_path / "not" / "there" / "out", 10**15)
-    check_space(tmp_path / "out", 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1_500))
+    with pytest.raises(OSError, match=r"needs 40\.00 MB, 1\.50 kB are free"):
+        check_space(tmp_path / "out", 40_000_000)
+    check_space(tmp_path / "out", 1_500)
+
+
+def test_an_output_below_a_folder_that_is_not_there_is_refused(tmp_path):
+    out = tmp_path / "mnt" / "dsik" / "out"
+    with pytest.raises(ValueError, match=re.escape(f"{out}: there is no folder {out.parent}; make it first")):
+        write(out)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_source_is_known_by_the_sizes_and_times_of_its_files(tmp_path):

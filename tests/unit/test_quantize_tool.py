@@ -201,9 +201,12 @@ def test_an_interrupted_run_is_continued_and_gives_the_same_files(toy, tmp_path,
     partial = tmp_path / ".out.partial"
     assert sorted(file.name for file in partial.glob("model*")) == written
     assert "left by an interrupted run; continue it with --resume" in run(*command, code=2)
-    assert "left by another job (block differ)" in run(*command, "--block", 8, "--resume", code=2)
+    assert "left by another job (--block differs)" in run(*command, "--block", 8, "--resume", code=2)
     said = run("dequantize", tmp_path / "whole", tmp_path / "out", "--resume", code=2)
-    assert "left by another job (block, command, dtype, format, not_convert, shard_bytes, sources differ" in said
+    assert (
+        "left by another job (--block, --dtype, --format, --not-convert, --shard-gb, the command, the source differ"
+        in said
+    )
 
     def takes_only_what_is_missing(file, *rest):
         assert file.name not in written
@@ -224,7 +227,7 @@ def test_a_source_that_changed_since_is_another_job(toy, tmp_path, monkeypatch):
         assert CliRunner().invoke(app, ["quantize", str(toy), str(tmp_path / "out")]).exit_code != 0
     config = json.loads((toy / "config.json").read_text())
     (toy / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
-    assert "left by another job (sources differ)" in run("quantize", toy, tmp_path / "out", "--resume", code=2)
+    assert "left by another job (the source differs)" in run("quantize", toy, tmp_path / "out", "--resume", code=2)
 
 
 def test_a_run_that_finished_nothing_leaves_nothing(toy, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_every_model_has_a_colocated_and_a_disaggregated_recipe(start, model):
     command = ["config", "show"]
     for path, colocated in ((shared, True), (apart, False)):
         output = CliRunner().invoke(app, [*command, str(path)]).output
-        assert re.search(rf"rollout.colocated +{colocated} ", output), output
+        assert re.search(rf"rollout.colocated +{str(colocated).lower()} ", output), output
         assert re.search(rf"model.path +models/{model}({FP8_SUFFIX})? ", output)
     assert model in published_names()
 

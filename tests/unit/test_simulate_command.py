@@ -39,7 +39,7 @@ def test_every_option_is_of_the_hardware_or_of_the_question(monkeypatch):
     asked = {"tool": "pareto:1:2", "turn_tokens": "7", "turns": "2", "prompt_tokens": 9, "decode_efficiency": 0.5}
     asked |= {"gpus": "8,16", "steps": 5, "seed": 3}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in {**links, **hardware, **asked}.items()]
-    assert invoke("r.yaml", "a=1", *options, "--scale-batch", "--json", "x.json").exit_code == 0
+    assert invoke("r.yaml", "a=1", *options, "--scale-batch", "--json-file", "x.json").exit_code == 0
     assert invoke("r.yaml", "--suggest", 64).exit_code == 0
     assert invoke("r.yaml", "--trace", "runs/x").exit_code == 0
     (first, json_file), (second, _), (third, _) = calls
@@ -87,7 +87,7 @@ def test_what_cannot_be_simulated_is_refused_with_one_message(arguments, message
 
 def test_a_recorded_run_is_compared_in_all_modes(tmp_path):
     run = recorded_run(tmp_path / "run", GROUPS)
-    result = invoke(CALCULATOR, *SMALL, "--trace", run, "--steps", 4, "--json", tmp_path / "out.json")
+    result = invoke(CALCULATOR, *SMALL, "--trace", run, "--steps", 4, "--json-file", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
     assert "2 groups of" in result.output
     assert "1 dropped groups are left out" in result.output.replace("\n", " ")
@@ -117,7 +117,7 @@ BESIDE = (*SMALL, "deterministic=false", "rollout.mode=async", "algorithm.correc
 )
 def test_the_row_of_a_recorded_run_is_marked_and_added_where_it_is_missing(tmp_path, staleness, others):
     run = recorded_run(tmp_path / "run", GROUPS)
-    options = ("--trace", run, "--steps", 4, "--json", tmp_path / "out.json")
+    options = ("--trace", run, "--steps", 4, "--json-file", tmp_path / "out.json")
     result = invoke(CALCULATOR, *BESIDE, f"rollout.max_staleness={staleness}", *options)
     assert result.exit_code == 0, result.output
     assert f"async {staleness}, the run's" in result.output
@@ -197,7 +197,7 @@ def test_a_search_of_refused_splits_says_why():
 
 
 def test_a_split_that_does_not_fit_is_marked_in_the_table(tmp_path):
-    options = ("--gpu-memory-gib", 45, "--turn-tokens", 500, "--steps", 1, "--json", tmp_path / "out.json")
+    options = ("--gpu-memory-gib", 45, "--turn-tokens", 500, "--steps", 1, "--json-file", tmp_path / "out.json")
     result = invoke(SPLIT, "--suggest", 16, *options)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]

@@ -4,9 +4,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from slimrl_tools.command_options import KEEP, DryRun, Dtype, NoCheck, Out, Resume, ShardGb, torch_dtype_or_keep
+from slimrl_tools.command_options import (
+    KEEP,
+    DryRun,
+    Dtype,
+    NoCheck,
+    Out,
+    Resume,
+    ShardGb,
+    check_sources,
+    count,
+    torch_dtype_or_keep,
+)
 from slimrl_tools.convert.options import Options
-from slimrl_tools.convert.output_folder import refuse_existing
+from slimrl_tools.convert.output_folder import check_new
 from slimrl_tools.exit_codes import exit_codes
 
 from slimrl.data.imports import imports_uncollected
@@ -16,7 +27,6 @@ app = typer.Typer(
     no_args_is_help=True, help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist."
 )
 
-Size = Annotated[int, typer.Option(min=1)]
 Processes = Annotated[int, typer.Option(min=1, help="Processes, each of which converts a part of the files.")]
 
 
@@ -24,11 +34,11 @@ Processes = Annotated[int, typer.Option(min=1, help="Processes, each of which co
 def hf_to_megatron(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Hugging Face checkpoint, block FP8 or not.")],
     out: Out,
-    tensor: Size = 1,
-    pipeline: Size = 1,
-    virtual_pipeline: Annotated[int | None, typer.Option(min=1)] = None,
-    expert: Size = 1,
-    expert_tensor: Size = 1,
+    tensor: Annotated[int, count("Tensor-parallel ranks: shards of a tensor.")] = 1,
+    pipeline: Annotated[int, count("Pipeline stages.")] = 1,
+    virtual_pipeline: Annotated[int | None, count("Virtual stages of a pipeline stage.")] = None,
+    expert: Annotated[int, count("Expert-parallel ranks.")] = 1,
+    expert_tensor: Annotated[int, count("Tensor-parallel ranks of an expert: shards of its tensors.")] = 1,
     dtype: Dtype = KEEP,
     shard_gb: ShardGb = 1.0,
     processes: Processes = 1,
@@ -51,8 +61,9 @@ def hf_to_megatron(
       slimrl-tools convert hf-to-megatron DeepSeek-V3 DeepSeek-V3-mcore --tensor 8 --expert 64 --dry-run
     """
     with exit_codes():
-        refuse_existing(out)
         options = _options(dtype, processes, resume, no_check)
+        check_new(out)
+        check_sources(src)
         quiet_megatron()
         with imports_uncollected():
             from slimrl_tools.convert.hf_to_megatron import hf_to_megatron as convert
@@ -101,8 +112,9 @@ def megatron_to_hf(
       slimrl-tools convert megatron-to-hf runs/my_run/checkpoints/step_000100 my_model --dtype bf16 --shard-gb 4
     """
     with exit_codes():
-        refuse_existing(out)
         options = _options(dtype, processes, resume, no_check)
+        check_new(out)
+        check_sources(src)
         quiet_megatron()
         with imports_uncollected():
             from slimrl_tools.convert.megatron_to_hf import megatron_to_hf as convert

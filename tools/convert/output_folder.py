@@ -16,9 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.data.atomic import write_whole
+from slimrl.observability.units import show_bytes
 
 JOB_NAME = ".job.json"
 _LOCK_NAME = ".lock"
+NAMES = {
+    **dict.fromkeys(("file_bytes", "shard_bytes"), "--shard-gb"),
+    **dict.fromkeys(("source", "sources"), "the source"),
+    "hf_dir": "--hf",
+    "dtype": "--dtype",
+    "layout": "the layout",
+    "command": "the command",
+    **{name: f"--{name.replace('_', '-')}" for name in ("block", "not_convert", "weights", "layers", "format")},
+}
+"""What a job depends on, as its user gives it"""
 
 RECORDS = ".records"
 """Folder of an unfinished output, with a record of each finished file."""
@@ -37,10 +48,10 @@ def output_folder(out: Path, job: dict[str, Any], *, resume: bool) -> Iterator[P
         resume: continue an interrupted run of the same job, if there is one.
 
     Raises:
-        ValueError: `out` exists; an interrupted run is there and `resume` is not set; it was another job; another
-            process is writing it.
+        ValueError: `out` exists, or its parent does not; an interrupted run is there and `resume` is not set; it was
+            another job; another process is writing it.
     """
-    refuse_existing(out)
+    check_new(out)
     partial = partial_path(out)
     if partial.exists() and not resume:
         raise ValueError(f"{partial}: left by an interrupted run; continue it with --resume, or remove the folder")
@@ -63,10 +74,13 @@ def output_folder(out: Path, job: dict[str, Any], *, resume: bool) -> Iterator[P
         (out / JOB_NAME).unlink()
 
 
-def refuse_existing(out: Path) -> None:
-    """Raises ValueError if the output exists; called before anything is computed, and by `output_folder`."""
+def check_new(out: Path) -> None:
+    """Raises ValueError if the output exists, or the folder that is to hold it does not: behind a misspelt mount there
+    is another disk. Called before anything is computed, and by `output_folder`."""
     if out.exists():
         raise ValueError(f"{out} exists; it is not overwritten")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: there is no folder {out.absolute().parent}; make it first")
 
 
 def partial_path(out: Path) -> Path:
@@ -90,7 +104,7 @@ def check_space(out: Path, nbytes: int) -> None:
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise OSError(errno.ENOSPC, f"needs {nbytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", str(folder))
+        raise OSError(errno.ENOSPC, f"needs {show_bytes(nbytes)}, {show_bytes(free)} are free", str(folder))
 
 
 @contextmanager
@@ -111,8 +125,9 @@ def _check_job(partial: Path, job: dict[str, Any]) -> None:
         return
     before = json.loads(file.read_text())
     now = json.loads(json.dumps(job))
-    different = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    different = sorted(NAMES.get(key, key) for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if different:
+        verb = "differs" if len(different) == 1 else "differ"
         raise ValueError(
-            f"{partial}: left by another job ({', '.join(different)} differ); finish that job, or remove the folder"
+            f"{partial}: left by another job ({', '.join(different)} {verb}); finish that job, or remove the folder"
         )

@@ -14,9 +14,11 @@ from slimrl_tools.command_options import (
     Out,
     Resume,
     ShardGb,
+    check_sources,
     torch_dtype,
     torch_dtype_or_keep,
 )
+from slimrl_tools.convert.output_folder import check_new
 from slimrl_tools.exit_codes import exit_codes
 
 if TYPE_CHECKING:
@@ -51,15 +53,17 @@ def average(
       slimrl-tools average tuned base mix --weights 0.7,0.3 --dtype fp32
     """
     with exit_codes(), ExitStack() as stack:
+        *sources, out = paths
+        torch_name, shares = torch_dtype_or_keep("--dtype", dtype), _numbers(weights)
+        check_new(out)
+        check_sources(*sources)
         from slimrl_tools.derive.average import averaging
 
         from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 
-        *sources, out = paths
-        torch_name = torch_dtype_or_keep("--dtype", dtype)
         readers = [stack.enter_context(open_hf_checkpoint(path)) for path in sources]
         _say_left_out(*readers)
-        _write(averaging(readers, _numbers(weights), torch_name), out, shard_gb, dry_run, resume, no_check)
+        _write(averaging(readers, shares, torch_name), out, shard_gb, dry_run, resume, no_check)
 
 
 def slice_layers(
@@ -82,6 +86,8 @@ def slice_layers(
       slimrl-tools slice-layers DeepSeek-V3 DeepSeek-V3-5-layers --layers 5 --dry-run
     """
     with exit_codes():
+        check_new(out)
+        check_sources(src)
         from slimrl_tools.derive.slice_layers import slicing
 
         from slimrl.checkpoints.hf_checkpoint import open_stored
@@ -116,12 +122,14 @@ def quantize(
       slimrl-tools quantize model model-fp8 --resume
     """
     with exit_codes():
+        if to_format != "fp8-block":
+            raise ValueError(f"--format {to_format}: fp8-block is the only format")
+        check_new(out)
+        check_sources(src)
         from slimrl_tools.derive.quantize import quantization
 
         from slimrl.checkpoints.hf_checkpoint import open_stored
 
-        if to_format != "fp8-block":
-            raise ValueError(f"--format {to_format}: fp8-block is the only format")
         with open_stored(src) as folder:
             _say_left_out(folder)
             rewrite = quantization(folder, (block, block), not_convert or [])
@@ -145,11 +153,13 @@ def dequantize(
       slimrl-tools dequantize model-fp8 model --dtype fp32
     """
     with exit_codes():
+        torch_name = torch_dtype("--dtype", dtype)
+        check_new(out)
+        check_sources(src)
         from slimrl_tools.derive.quantize import dequantization
 
         from slimrl.checkpoints.hf_checkpoint import open_stored
 
-        torch_name = torch_dtype("--dtype", dtype)
         with open_stored(src) as folder:
             _say_left_out(folder)
             _write(dequantization(folder, torch_name), out, shard_gb, dry_run, resume, no_check)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl_tools.convert.conversion import Say, Written, describe_output, write_in_parallel
-from slimrl_tools.convert.output_folder import finished, output_folder, refuse_existing, source_files
+from slimrl_tools.convert.output_folder import check_new, finished, output_folder, source_files
 from slimrl_tools.convert.safetensors_writer import write_hashed
 from slimrl_tools.exit_codes import CheckFailed
 from slimrl_tools.progress import Advance, byte_progress
@@ -71,7 +71,7 @@ def write_checkpoint(
         CheckFailed: the result does not match the source; all of its files are removed.
         OSError: the disk is full, or a file reads back differently, which a resumed run writes again.
     """
-    refuse_existing(out)
+    check_new(out)
     files = plan_safetensors_files(rewrite.specs, shard_bytes)
     sizes = {name: sum(map(spec_bytes, specs)) for name, specs in files.items()}
     say(describe_output(out, len(rewrite.specs), sizes))

@@ -38,14 +38,15 @@ def diff_config(
       slimrl-tools diff-config model recipes/tiny_moe/sft.yaml trainer.megatron.moe_z_loss_coeff=0.001
     """
     with exit_codes():
-        quiet_megatron()
-        from slimrl_tools.inspect.config_diff import diff_config as compare
-
         from slimrl.config.hf_config import read_hf_config
         from slimrl.config.load import load_recipe
 
         loaded = load_recipe(recipe, [*(overrides or []), f"model.path={hf_dir}"], "export")
-        result = compare(read_hf_config(hf_dir), loaded.recipe.trainer)
+        hf_config = read_hf_config(hf_dir)
+        quiet_megatron()
+        from slimrl_tools.inspect.config_diff import diff_config as compare
+
+        result = compare(hf_config, loaded.recipe.trainer)
         if as_json:
             typer.echo(json.dumps(asdict(result) | {"agrees": result.agrees}, indent=2))
         else:

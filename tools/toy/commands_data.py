@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from slimrl_tools.command_options import Count, Seed
+from slimrl_tools.command_options import Seed, count
 from slimrl_tools.exit_codes import exit_codes
 
 
@@ -50,9 +50,9 @@ def _command(task: ToyTask) -> Callable[..., None]:
     def write_data(
         out: Annotated[Path, typer.Argument(help=f"New folder for {task.files}.")],
         seed: Seed = 0,
-        num_train: Count = task.num_train,
-        num_heldout: Count = 512,
-        num_conversations: Count = task.num_conversations,
+        num_train: Annotated[int, count("Questions to train on.")] = task.num_train,
+        num_heldout: Annotated[int, count("Questions to evaluate on.")] = 512,
+        num_conversations: Annotated[int, count("Conversations of the cold start.")] = task.num_conversations,
     ) -> None:
         with exit_codes():
             write = getattr(import_module(f"slimrl_tools.toy.{task.name}_data"), f"write_{task.name}_data")

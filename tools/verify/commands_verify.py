@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from slimrl_tools.command_options import Json, torch_dtype
+from slimrl_tools.command_options import Json, check_sources, torch_dtype
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.terminal import make_console, make_table
 
@@ -55,11 +55,12 @@ def verify(
       slimrl-tools verify runs/a/export/hf runs/a/checkpoints/step_000012 --ignore-dtype --json > differences.json
     """
     with exit_codes():
+        dtype = torch_dtype("--logits-dtype", logits_dtype, ("fp32", "bf16"))
+        check_sources(a, b)
         quiet_megatron()
         from slimrl_tools.verify.verification import LogitRequest
         from slimrl_tools.verify.verification import verify as run
 
-        dtype = torch_dtype("--logits-dtype", logits_dtype, ("fp32", "bf16"))
         request = LogitRequest(num_prompts=logits, num_tokens=prompt_tokens, dtype=dtype) if logits else None
         result = run(a, b, hf_dir=hf, tolerance=tolerance, ignore_dtype=ignore_dtype, logits=request)
         if as_json:

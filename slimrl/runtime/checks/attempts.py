@@ -1,9 +1,11 @@
 """Collects the problems of several steps, so that a user sees all of them at once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import Problem, RecipeError
+from slimrl.data.rows import BrokenRows
 
 
 class Attempts:
@@ -20,5 +22,6 @@ class Attempts:
         except RecipeError as error:
             self.problems += error.problems
         except ValueError as error:
-            self.problems.append(self._loaded.problem(key, str(error)))
+            count = error.count if isinstance(error, BrokenRows) else 1
+            self.problems.append(replace(self._loaded.problem(key, str(error)), count=count))
         return None

@@ -17,7 +17,7 @@ from slimrl.config.schema.algorithm import AdvantageName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.import_path import resolve
 from slimrl.data.prompts import read_prompts
-from slimrl.data.rows import summary
+from slimrl.data.rows import BrokenRows
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
@@ -88,7 +88,7 @@ def _read(path: Path, keys: dict[str, str], recipe: Recipe) -> list[Prompt]:
     """The prompts of a file; raises ValueError for broken lines, and for rewards that the recipe does not have."""
     prompts = read_prompts(path, keys)
     if unknown := refuse_unknown_names(prompts, recipe.reward):
-        raise ValueError(summary(unknown))
+        raise BrokenRows(unknown)
     return prompts
 
 
@@ -139,7 +139,7 @@ def _fitting(prompts: list[Prompt], dialogue: Dialogue, recipe: Recipe) -> list[
             broken.append(f"{prompt.source}: {said}")
         kept.append(prompt)
     if broken:
-        raise ValueError(summary(broken))
+        raise BrokenRows(broken)
     if not kept:
         raise ValueError(f"all {len(prompts)} prompts are longer than data.max_prompt_tokens {longest}")
     return kept
