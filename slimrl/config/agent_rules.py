@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from slimrl.config.bounds import MODULE_FUNCTION
+from slimrl.config.bounds import MODULE_FUNCTION, no_import_path
 from slimrl.config.mcp_rules import mcp_violations
 from slimrl.config.problems import Violation
 from slimrl.config.sandbox_rules import sandbox_violations
@@ -44,7 +44,7 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
             yield key, "a tool of agent.tools has this name too. Use another."
         for path in subagent.tools:
             if not MODULE_FUNCTION.fullmatch(path):
-                yield f"{key}.tools", f"{path!r} is not an import path; write module:function."
+                yield f"{key}.tools", no_import_path(path)
         if subagent.max_turns >= recipe.rollout.max_turns:
             yield (
                 f"{key}.max_turns",
@@ -56,7 +56,7 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
 def _compaction_violations(recipe: Recipe) -> Iterator[Violation]:
     compaction, limit = recipe.agent.compaction, recipe.rollout.max_trajectory_tokens
     if compaction.function and not MODULE_FUNCTION.fullmatch(compaction.function):
-        yield "agent.compaction.function", f"{compaction.function!r} is not an import path; write module:function."
+        yield "agent.compaction.function", no_import_path(compaction.function)
     if compaction.at_tokens is None:
         if compaction.function:
             yield "agent.compaction.function", "nothing is compacted without agent.compaction.at_tokens."

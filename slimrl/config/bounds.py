@@ -110,6 +110,7 @@ DIVISORS = (
 )
 """Sizes that other rules divide by; those rules are left out while one of these is below 1."""
 
+_DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)(?:\.py)?\.([A-Za-z_]\w*)")
 MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 MAY_BE_EMPTY = ("reward.function", "agent.environment", "agent.episode", "agent.function")
 """Import paths without which a recipe does something else."""
@@ -127,6 +128,13 @@ PATHS = (
 SHELL_WORDS = re.compile(r"~(?=/|$)|.*?\$\{?(\w+)")
 """Parts of a path that a shell would expand: a home folder at its start, a variable."""
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def no_import_path(path: str, kind: str = "function") -> str:
+    """What is wrong with a text that is no import path."""
+    found = _DOTTED.fullmatch(path)
+    meant = f" Did you mean {found[1]}:{found[2]}?" if found else ""
+    return f"{path!r} is not an import path; write module:{kind}.{meant}"
 
 
 def bound_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -159,4 +167,4 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
         kind = "Class" if name == "agent.environment" else "function"
         for path in paths:
             if not MODULE_FUNCTION.fullmatch(path) and (path or name not in MAY_BE_EMPTY):
-                yield name, f"{path!r} is not an import path; write module:{kind}."
+                yield name, no_import_path(path, kind)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from omegaconf import MISSING
 
-from slimrl.config.bounds import MODULE_FUNCTION
+from slimrl.config.bounds import MODULE_FUNCTION, no_import_path
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation
 from slimrl.config.schema.recipe import Recipe
@@ -40,10 +40,10 @@ def reward_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
         if name == OVERLONG and recipe.algorithm.overlong.max_tokens is not None:
             yield key, "algorithm.overlong adds a part of this name. Use another."
         if not MODULE_FUNCTION.fullmatch(part.function) and part.function != MISSING:
-            yield f"{key}.function", f"{part.function!r} is not an import path; write module:function."
+            yield f"{key}.function", no_import_path(part.function)
     for path in reward.retry_on:
         if not MODULE_FUNCTION.fullmatch(path):
-            yield "reward.retry_on", f"{path!r} is not an import path; write module:Exception."
+            yield "reward.retry_on", no_import_path(path, "Exception")
     only_groups = reward.group and not (reward.function or reward.parts or reward.by_name)
     if only_groups and recipe.data.eval and is_needed("data.eval", command):
         yield (

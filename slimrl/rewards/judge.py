@@ -62,7 +62,7 @@ class _Judging:
         self._rubric, self._with_label, self._shown = rubric.strip(), with_label, Shown(shown)
         self._judges = Judges(endpoint(url, settings), model=model, options=options or {}, cache=cache)
 
-    async def _started[V](self, asking: str, form: VerdictForm[V]) -> str:
+    async def _started[V: float | str](self, asking: str, form: VerdictForm[V]) -> str:
         return f"verdict on an example: {await self._judges.start(asking, form)}"
 
     async def close(self) -> None:

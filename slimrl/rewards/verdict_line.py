@@ -20,7 +20,7 @@ _BETTER = re.compile(rf"better{_IS}(?:(?:text )?(a|b)|(tie))\.?", re.ASCII | re.
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerdictForm[V]:
+class VerdictForm[V: float | str]:
     wanted: str
     """What the last line has to be, in words"""
     read: Callable[[str], V | None]

@@ -37,7 +37,7 @@ class Judges:
         self._held = ExitStack()
         self._request = {name: value for name, value in request.items() if value is not None}
 
-    async def start[V](self, example: str, form: VerdictForm[V]) -> str:
+    async def start[V: float | str](self, example: str, form: VerdictForm[V]) -> str:
         """Ask for the verdict on an example, which is not kept; returns its line.
 
         Raises:
@@ -55,7 +55,7 @@ class Judges:
         self._held.close()
         await self._endpoint.close()
 
-    async def verdict[V](self, text: str, form: VerdictForm[V]) -> V:
+    async def verdict[V: float | str](self, text: str, form: VerdictForm[V]) -> V:
         """What the last line of the judge's answer says.
 
         Raises:
@@ -72,7 +72,7 @@ class Judges:
         self._verdicts.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, line))
         return verdict
 
-    async def _ask[V](self, request: Mapping[str, Any], form: VerdictForm[V]) -> tuple[str, V]:
+    async def _ask[V: float | str](self, request: Mapping[str, Any], form: VerdictForm[V]) -> tuple[str, V]:
         """The last line of the judge's answer, and the verdict that it is."""
         line = last_line(_content(await self._endpoint.post("/chat/completions", request)))
         verdict = form.read(line)

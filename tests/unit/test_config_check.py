@@ -334,6 +334,8 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("agent.max_result_chars=8", "agent.max_result_chars", "8: must be at least 16."),
         ("sft.summary_every_steps=0", "sft.summary_every_steps", "0: must be at least 1."),
         ("agent.tools=[calculator]", "agent.tools", "'calculator' is not an import path; write module:function."),
+        ("agent.tools=[own.task.add]", "agent.tools",
+         "'own.task.add' is not an import path; write module:function. Did you mean own.task:add?"),
         ("agent.parser=hermess", "agent.parser",
          "'hermess' is neither a parser of SGLang nor an import path module:name. Did you mean hermes?"),
     ],

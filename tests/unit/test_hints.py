@@ -64,6 +64,7 @@ def test_no_alias_is_a_name_of_ours():
         ("eval.every", "eval.every_steps"),
         ("rollout.prompts", "rollout.prompts_per_step"),
         ("sede", "seed"),
+        ("max_tokens", "sft.max_tokens"),
         ("algorithm.clip_hgih", "algorithm.clip_high"),
         ("algorithm.kl_coeff", "algorithm.kl_coef"),
         ("reward.parts.math.wieght", "reward.parts.math.weight"),

@@ -109,7 +109,7 @@ def given(mistake: Mistake) -> str:
         return f"`{JUDGE}`, and its server {said}"
     shown = [f"`slimrl{'' if mistake.command.startswith('-') else ' '}{mistake.command}`"]
     for name in mistake.files:
-        shown += [f"{name}:", *map(code, mistake.shown.rstrip().splitlines())]
+        shown += [f"{name}:", *(code(line) for line in mistake.shown.splitlines() if line.strip())]
     return "<br>".join(part.replace("|", "\\|").replace("\t", "→") for part in shown)
 
 
