@@ -200,7 +200,14 @@ def test_broken_lines_of_a_prompt_file_are_named(cli: Cli, tmp_path: Path):
     lines = [{"prompt": "1+1", "label": "2"}, {"prompt": "1+2"}, {"label": "3"}, {"prompt": "2+2", "label": "4"}]
     data.write_text("\n".join(map(json.dumps, lines)) + "\nnot json\n")
     result = cli("train", f"data.train={data}")
-    refused(result, f"{data}:2: `label` is missing", f"{data}:3", f"{data}:5: not JSON", "3 broken lines")
+    refused(
+        result,
+        f"{data}:2: `label` is missing",
+        f"{data}:3",
+        f"{data}:5: not JSON",
+        "3 broken lines",
+        "\n3 problems. Nothing was started.",
+    )
 
 
 def test_broken_lines_of_a_conversation_file_are_named(cli: Cli, tmp_path: Path):
