@@ -121,7 +121,8 @@ def test_a_disk_that_fills_up_in_a_checkpoint_is_one_error_and_gets_its_room_bac
     failed = run_cli(*sft(workspace, "full", f"run.dir={small_disk}"), timeout_s=RUN_S)
     assert failed.process.returncode == 1
     checkpoints = RunFolder(small_disk / "full").checkpoints
-    (line,) = failed.stderr.splitlines()
+    line, logs = failed.stderr.splitlines()
+    assert logs == f"logs: {RunFolder(small_disk / 'full').logs}"
     assert line.startswith(
         f"failed: the checkpoint of step 6 could not be written: no space left on the disk of {checkpoints} "
     )
