@@ -104,13 +104,13 @@ class Speaker:
         self.text = text
 
 
-def takes_a_speaker(speaker: Speaker) -> str:
+def takes_a_speaker(speaker: Speaker) -> Speaker:
     """Speak.
 
     Args:
         speaker: Who does.
     """
-    return speaker.text
+    return speaker
 
 
 def takes_what_is_nowhere(value: "Nowhere") -> str:  # noqa: F821
