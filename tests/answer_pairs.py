@@ -5,7 +5,7 @@ in MMLU and AMC. The verdict is a mathematician's: whether the answer is the lab
 """
 
 # fmt: off
-# ruff: noqa: E501
+# ruff: noqa: E501, RUF001
 PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
     "integers": [
         ("42", "42", True),
@@ -20,6 +20,10 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("204", "204.", True),
         ("0", "-0", True),
         ("345", "3 4 5", False),
+        ("25", "025", True),
+        ("33", "033", True),
+        ("(12)", "12", True),
+        (r"\( 12 \)", "12", True),
     ],
     "decimals": [
         ("0.5", ".5", True),
@@ -36,6 +40,7 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"\frac{1}{3}", r"0.\overline{3}", True),
         (r"0.\overline{45}", r"\frac{5}{11}", True),
         (r"0.1\overline{6}", "0.16", False),
+        ("7.50", r"\$7.5", True),
     ],
     "scientific notation": [
         ("1200", "1.2e3", True),
@@ -67,6 +72,7 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"\frac{1}{72}", "1/27", False),
         (r"\frac12", r"{1 \over 2}", True),
         (r"\frac{1}{2}", r"\frac{2}{1}", False),
+        (r"$-\frac{1}{2}$", r"-\frac{1}{2}", True),
     ],
     "mixed numbers": [
         (r"1\frac{1}{2}", "1 1/2", True),
@@ -89,6 +95,9 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"50\%", r"5\%", False),
         (r"1\%", "100", False),
         (r"33\frac{1}{3}\%", r"\frac{100}{3}\%", True),
+        (r"28\%", "28 percent", True),
+        ("0.28", "28", False),
+        (r"28\%", r"28 \text{ pct}", True),
     ],
     "units": [
         (r"5 \text{ cm}", "5", True),
@@ -114,6 +123,11 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("8", r"8 \text{ or more}", False),
         (r"10 \text{ meters}", r"10 \text{ m}", True),
         (r"25\text{ km/h}", "25", True),
+        ("125 miles", r"125\textnormal{ miles}", True),
+        (r"5 \text{ minutes}", r"5 \text{ seconds}", False),
+        (r"12 \text{ inches}", r"12 \text{ in}", True),
+        (r"18 \mathrm{~cm}", "18", True),
+        (r"\frac{9\sqrt{3}}{4}\text{ cm}^2", r"\frac{9\sqrt{3}}{4}", True),
     ],
     "degrees": [
         ("45", r"45^\circ", True),
@@ -124,6 +138,7 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"60^{\circ}", r"60\degree", True),
         (r"90^\circ", r"\angle ABC = 90^\circ", True),
         (r"22.5^\circ", r"\frac{45}{2}^\circ", True),
+        (r"$120^{\circ}$", "120", True),
     ],
     "thousands": [
         ("1000", "1,000", True),
@@ -142,6 +157,8 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("(3,100)", "(3100)", False),
         ("(3,100)", "(3, 100)", True),
         ("3100", "(3,100)", False),
+        ("1,450", r"\$1,450", True),
+        ("1,450", "1,540", False),
     ],
     "bases": [
         ("52_8", "52_8", True),
@@ -192,6 +209,8 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("(2,1),(1,2)", "(1,2),(2,1)", True),
         ("(2,1),(1,2)", "(1,1),(2,2)", False),
         (r"(2\sqrt{2}, 1)", r"(\sqrt{8}, 1)", True),
+        ("(1,8,19), (2,7,13), (4,5,7)", "(4,5,7), (1,8,19), (2,7,13)", True),
+        (r"\langle 1, 2 \rangle", "(1,2)", True),
     ],
     "intervals": [
         ("[1,2]", "[1, 2]", True),
@@ -207,6 +226,11 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("(2,∞)", r"(2, \infty)", True),
         (r"[0,\sqrt{8}]", r"[0, 2\sqrt{2}]", True),
         (r"(2, \infty)", "x > 2", True),
+        (r"[-1, -\frac{1}{2}) \cup (-\frac{1}{2}, 0)", r"[-1, -\tfrac12) \cup (-\tfrac12, 0)", True),
+        (r"\{-1\} \cup [0,7)", r"[0,7) \cup \{-1\}", True),
+        (r"\mathbb{R}", r"(-\infty,\infty)", True),
+        (r"(-\infty, 0) \cup (0, \infty)", r"\mathbb{R} \setminus \{0\}", True),
+        ("[0,9)", "[0,1)", False),
     ],
     "sets and solutions": [
         ("1,-2", "-2, 1", True),
@@ -231,6 +255,8 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("x=1, y=2", "y=2, x=1", True),
         ("x=1, y=2", "x=2, y=1", False),
         ("1;2", "1, 2", True),
+        (r"\{1\pm\sqrt{5},-2\}", r"-2, 1+\sqrt{5}, 1-\sqrt{5}", True),
+        (r"12\text{ and }13", "12, 13", True),
     ],
     "empty sets": [
         (r"\emptyset", r"\varnothing", True),
@@ -257,6 +283,8 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"\text{no}", r"\text{on}", False),
         ("Monday", r"\text{Monday}.", True),
         (r"\text{neither}", r"\text{neither}", True),
+        ("No", r"\text{No.}", True),
+        ("None of the above", r"\text{None of the above}", True),
     ],
     "orders": [
         ("BACD", "ABCD", False),
@@ -289,6 +317,11 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("5", r"x = \frac{10}{2} = 5", True),
         ("5", "x = 4 = 5", False),
         (r"\frac{1}{2}", r"P(A) = \frac{1}{2}", True),
+        ("2x+4y-3=0", r"y=-\frac{1}{2}x+\frac{3}{4}", True),
+        ("7 = 11a+c", "11a+c", False),
+        (r"\frac{x^2}{4}+\frac{y^2}{3}=1", "3x^2+4y^2=12", True),
+        ("x^2+y^2=25", "2=2", False),
+        ("$x=3$", "3", True),
     ],
     "inequalities": [
         ("x > 2", "x>2", True),
@@ -299,6 +332,12 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"1 < x < 3", "1<x<3", True),
         ("1 < x < 3", "(1,3)", True),
         ("1 < x < 3", r"1 \le x \le 3", False),
+        (r"x \ne 3", r"x \neq 3", True),
+        (r"x \le 5", r"5 \ge x", True),
+        ("x < 1", "-x > -1", True),
+        ("f(2) < f(1) < f(4)", "f(1) < f(2) < f(4)", False),
+        ("f(2) < f(1) < f(4)", "f(2)<f(1)<f(4)", True),
+        ("f(2) < f(1) < f(4)", "f(4) > f(1) > f(2)", True),
     ],
     "roots and powers": [
         (r"2\sqrt{2}", r"\sqrt{8}", True),
@@ -310,11 +349,14 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("1024", "2^{10}", True),
         ("x^2", "x²", True),
         (r"x^{10}", "x^10", True),
-        (r"\sqrt{51}", r"\sqrt51", True),
+        (r"\sqrt{2}", r"\sqrt2", True),
         (r"2\sqrt{3}", "2*sqrt(3)", True),
         (r"\frac{1+\sqrt{5}}{2}", r"\frac{1-\sqrt{5}}{2}", False),
         (r"\sqrt{2}", "1.41", False),
         (r"4^{2012}", r"2^{4024}", True),
+        (r"\sqrt{2}+\sqrt{5}", r"\sqrt 2+\sqrt 5", True),
+        (r"\frac{9}{4}\pi", r"\frac94\pi", True),
+        (r"2^{-100}\pi", r"2^{-101}\pi", False),
     ],
     "constants and functions": [
         (r"\frac{\pi}{2}", "pi/2", True),
@@ -328,11 +370,15 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("e^2", r"e^{2}", True),
         ("1+2i", "2i+1", True),
         ("1+2i", "1-2i", False),
-        (r"\frac{\pi}{4}", r"45^\circ", False),
+        (r"\frac{\pi}{4}", r"45^\circ", True),
+        (r"\frac{\pi}{4}", r"90^\circ", False),
         (r"\log_2 3", r"\frac{\ln 3}{\ln 2}", True),
         (r"\binom{5}{2}", "10", True),
         ("5!", "120", True),
         (r"e^{i\pi/3}", r"\frac{1}{2} + \frac{\sqrt{3}}{2} i", True),
+        (r"\frac{1}{e}", "e^{-1}", True),
+        (r"2 \sin b \cos a", r"2\cos a\sin b", True),
+        (r"\tan^2(y)+1", r"\sec^2(y)", True),
     ],
     "polynomials": [
         ("x^2+2x+1", "(x+1)^2", True),
@@ -346,6 +392,10 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}", True),
         ("abc", r"a \cdot b \cdot c", True),
         (r"9x^4y^2", r"9 x^{4} y^{2}", True),
+        ("$2 n+1$", "2n+1", True),
+        ("$n^{2}$", "n^2", True),
+        (r"\frac{x+2}{7}", r"\frac{x}{7}+\frac{2}{7}", True),
+        ("p - q", "q - p", False),
     ],
     "matrices and vectors": [
         (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", True),
@@ -355,6 +405,7 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"\begin{pmatrix} 1/5 \\ -2 \end{pmatrix}", r"\begin{pmatrix} \frac{1}{5} \\ -2 \end{pmatrix}", True),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}", False),
         (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", False),
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\left[\begin{array}{cc}1&2\\3&4\end{array}\right]", True),
     ],
     "ratios and times": [
         ("3:4", "3 : 4", True),
