@@ -4,8 +4,43 @@ Labels are in the manner of GSM8K, MATH, AIME, DAPO-Math, DeepScaleR, DeepMath, 
 in MMLU and AMC. The verdict is a mathematician's: whether the answer is the label, said otherwise.
 """
 
-# fmt: off
 # ruff: noqa: E501, RUF001
+RULES = {
+    "integers": "the same number",
+    "decimals": "the same number exactly, also where digits repeat",
+    "scientific notation": "the same number",
+    "fractions": "the same number",
+    "mixed numbers": "the same number, where the fraction is a proper one",
+    "percent": "`10%` is 10 and 0.1",
+    "units": "one may lack the unit; two different units differ",
+    "degrees": "one may lack the sign; pi stands for radians",
+    "thousands": "separators of groups of three digits do not count, outside of tuples and lists",
+    "bases": "the same digits in the same base",
+    "choices": "the same letter",
+    "tuples": "equal items in order, the same brackets",
+    "intervals": "equal ends, the same brackets; parts of a union in any order",
+    "sets and solutions": "equal items in any order; braces of a set may be missing",
+    "empty sets": "any sign of it",
+    "words": "the same letters in the same order, in any case",
+    "orders": "the same letters in the same order",
+    "equations": "`x=4` is 4; other equations are compared symbolically, with equations alone",
+    "inequalities": "compared symbolically; orders of names by their order",
+    "roots and powers": "compared symbolically",
+    "constants and functions": "compared symbolically",
+    "polynomials": "compared symbolically",
+    "matrices and vectors": "compared symbolically",
+    "ratios and times": "equal items in order",
+    "no answers": "nothing but the label is right",
+}
+"""Kind -> when an answer is the label"""
+
+KNOWN_WRONG = {
+    ("abc", r"a \cdot b \cdot c"): "three letters are a word, since any order of the letters would else be right",
+    (r"e^{i\pi/3}", r"\frac{1}{2} + \frac{\sqrt{3}}{2} i"): "math-verify does not expand exponentials of i",
+}
+"""Pairs on which the reward's verdict is wrong, with the cause"""
+
+# fmt: off
 PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
     "integers": [
         ("42", "42", True),
@@ -424,3 +459,17 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("0", r"\text{I do not know}", False),
     ],
 }
+# fmt: on
+
+
+def table() -> str:
+    """The kinds as a table in Markdown: the rule, an answer that is right and one that is wrong."""
+    lines = ["| kind | right if | for example | but not | pairs |", "|---|---|---|---|---|"]
+    for kind, pairs in PAIRS.items():
+        judged = [pair for pair in pairs if pair[:2] not in KNOWN_WRONG]
+        right = next(
+            (f"`{answer}` for `{label}`" for label, answer, is_right in judged if is_right and answer != str(label)), ""
+        )
+        wrong = next((f"`{answer}` for `{label}`" for label, answer, is_right in judged if not is_right and answer), "")
+        lines.append(f"| {kind} | {RULES[kind]} | {right} | {wrong} | {len(pairs)} |")
+    return "\n".join(lines)

@@ -1,7 +1,11 @@
 """Rewards for answers in words: exact match and F1, as question answering is scored.
 
-Texts are compared in SQuAD's normal form (Rajpurkar et al., arXiv:1606.05250, evaluate-v1.1): lower case, without
-punctuation and the words a, an and the. The label is a text, a number, or a list of them, of which the best counts.
+Numbers are compared as numbers and letters of choices as letters (kinds.py). Other texts are compared in SQuAD's normal
+form (Rajpurkar et al., arXiv:1606.05250, evaluate-v1.1): lower case, without punctuation and the words a, an and the.
+Other than there, punctuation stays where it says something: the sign and point of a number, what is between two digits,
+and what ends a word such as C++ or C#; and an a after which nothing comes is a letter.
+
+The label is a text, a number, or a list of them, of which the best counts.
 """
 
 import re
@@ -9,12 +13,24 @@ import string
 from collections import Counter
 
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards.kinds import Choice, Quantity, read
+from slimrl.rewards.labels import label_list
+from slimrl.rewards.latex import plain
+from slimrl.rewards.numerals import MAX_DIGITS
 from slimrl.rewards.texts import AnswerPlace
 
 CLOSED = {"yes", "no", "noanswer"}
 """Answers that share no words with others (HotpotQA, arXiv:1809.09600)."""
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = re.escape(string.punctuation)
+_SAYS_SOMETHING = re.compile(
+    rf"""(?<=\d) [{_PUNCTUATION}] (?=\d)              # 1.5, 3/4, 10:30
+      |  (?<![\w{_PUNCTUATION}]) [-+.]+ (?=\d)        # -5, .5
+      |  (?<=[^\W_]) [-+\#]+ (?!\w)                   # C++, C#, O-""",
+    re.VERBOSE,
+)
+_REMOVED = str.maketrans("", "", string.punctuation)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_ARTICLES = re.compile(r"\b(a|an|the)\s+(?=\S)")
 
 
 class ExactMatch:
@@ -23,11 +39,15 @@ class ExactMatch:
     def __init__(self, *, answer_in: str = "text") -> None:
         self._place = AnswerPlace(answer_in)
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError for a label that no answer could match."""
+        label_list(prompt)
+
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float:
         """Raises ValueError for a label that no answer could match."""
-        labels = label_texts(prompt)
-        answer = normal_form(self._place.of(trajectory) or "")
-        return float(answer in map(normal_form, labels))
+        labels = label_list(prompt)
+        answer = self._place.of(trajectory) or ""
+        return float(any(same_words(answer, label) for label in labels))
 
 
 class F1:
@@ -43,37 +63,48 @@ class F1:
             raise ValueError(f"power: {power:g} is not between 1 and 10")
         self._place, self._power = AnswerPlace(answer_in), power
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError for a label that no answer could match."""
+        label_list(prompt)
+
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float:
         """Raises ValueError for a label that no answer could match."""
-        labels = label_texts(prompt)
+        labels = label_list(prompt)
         answer = self._place.of(trajectory) or ""
         return max(word_f1(answer, label) for label in labels) ** self._power
 
 
-def label_texts(prompt: Prompt) -> list[str]:
-    """The labels of a prompt; raises ValueError if there is none, or one of them is no number or not-empty text."""
-    given = prompt.label if isinstance(prompt.label, list) else [prompt.label]
-    for label in given:
-        if isinstance(label, bool) or not isinstance(label, str | int | float) or not str(label).strip():
-            raise ValueError(
-                f"the label of {prompt.prompt_id} has {label!r}; it must be a text, a number or their list"
-            )
-    if not given:
-        raise ValueError(f"the label of {prompt.prompt_id} is an empty list")
-    return [str(label) for label in given]
+def same_words(answer: str, label: str) -> bool:
+    """Whether an answer in words is the label: the same number, the same choice, or the same in normal form."""
+    if normal_form(answer) == normal_form(label):
+        return True
+    if len(answer) > MAX_DIGITS:
+        return False
+    given, wanted = read(plain(answer)), read(plain(label))
+    if isinstance(given, Quantity) and isinstance(wanted, Quantity):
+        return given.value is not None and (given.value, given.unit) == (wanted.value, wanted.unit)
+    return isinstance(wanted, Choice) and given == wanted
 
 
 def normal_form(text: str) -> str:
-    """SQuAD's normal form. A text of which it would leave nothing, such as the letter A, is only in lower case."""
-    lowered = text.lower().strip()
-    words = _ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()
+    """SQuAD's normal form, but for punctuation that says something. A text of which it would leave nothing is only in
+    lower case."""
+    lowered = _THOUSANDS.sub("", text.lower().strip())
+    kept, begin = [], 0
+    for found in _SAYS_SOMETHING.finditer(lowered):
+        kept += [lowered[begin : found.start()].translate(_REMOVED), found[0]]
+        begin = found.end()
+    kept.append(lowered[begin:].translate(_REMOVED))
+    words = _ARTICLES.sub("", "".join(kept)).split()
     return " ".join(words) or lowered
 
 
 def word_f1(answer: str, label: str) -> float:
     """F1 of the words of an answer against those of a label, each as often as it occurs."""
+    if same_words(answer, label):
+        return 1.0
     answer, label = normal_form(answer), normal_form(label)
-    if answer != label and CLOSED & {answer, label}:
+    if CLOSED & {answer, label}:
         return 0.0
     ours, theirs = answer.split(), label.split()
     common = (Counter(ours) & Counter(theirs)).total()

@@ -18,16 +18,39 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from math_verify import parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Expr
+
+MAX_RELATIVE_DIFFERENCE = 1e-6
+"""Of two numbers that are equal. math-verify rounds to 6 places, with which all numbers below 1e-7 would be equal."""
 
 
 def equivalent(answer: str, label: str) -> bool:
     """Whether two answers, in LaTeX as within \\boxed{}, are mathematically equal. May take arbitrarily long."""
-    # math-verify's own limits are of wall-clock time.
-    gold = parse(f"\\boxed{{{label}}}", parsing_timeout=None)
-    given = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-    return bool(verify(gold, given, timeout_seconds=None))
+    gold, given = _parsed(label), _parsed(answer)
+    # math-verify's own limit is of wall-clock time.
+    same = verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None)
+    return bool(same) and _same_size(gold, given)
+
+
+def _parsed(answer: str) -> list[Any]:
+    """What math-verify makes of the whole answer; by default it takes the last number of one that it cannot read."""
+    whole = [LatexExtractionConfig()]
+    return parse(f"\\boxed{{{answer}}}", whole, fallback_mode="no_fallback", parsing_timeout=None)
+
+
+def _same_size(gold: list[Any], given: list[Any]) -> bool:
+    """Whether two numbers are near each other in relation to their size; true if they are no numbers."""
+    first, second = gold[0], given[0]
+    if not (isinstance(first, Expr) and isinstance(second, Expr)):
+        return True
+    difference = abs(second - first)
+    # False also where terms cancel so far that no digit of the difference is known, and for infinities.
+    if not difference.is_comparable:
+        return True
+    return bool(difference.evalf() <= MAX_RELATIVE_DIFFERENCE * abs(first).evalf())
 
 
 @contextmanager

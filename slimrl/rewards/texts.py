@@ -14,6 +14,8 @@ from slimrl.data.trajectory import Trajectory
 
 BOX = "\\boxed{"
 FENCE = "```"
+_BRACES = re.compile(r"[{}]|\\.", re.DOTALL)
+"""A brace, or a backslash with what it escapes"""
 _TAG = re.compile(r"<([A-Za-z][\w-]*)>")
 
 
@@ -58,14 +60,17 @@ class AnswerPlace:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last closed \\boxed{} of a text, with nested braces; None if there is none."""
+    """The content of the last closed \\boxed{} of a text, with nested braces; None if there is none.
+
+    Braces with a backslash are characters, such as the one brace of `\\left\\{ 1 \\right.`.
+    """
     opened: list[int] = []
     begin, end = -1, -1
-    for brace in re.finditer(r"[{}]", text):
+    for brace in _BRACES.finditer(text):
         place = brace.start()
         if brace[0] == "{":
             opened.append(place + 1)
-        elif opened and (start := opened.pop()) > begin and text.endswith(BOX, 0, start):
+        elif brace[0] == "}" and opened and (start := opened.pop()) > begin and text.endswith(BOX, 0, start):
             begin, end = start, place
     return text[begin:end] if begin >= 0 else None
 

@@ -1,12 +1,15 @@
 """Rewards for answers in words, against the SQuAD metrics of transformers, and where an answer is found."""
 
+import math
 import random
 
+import numpy as np
 import pytest
 from reward_cases import asked, said
 from transformers.data.metrics.squad_metrics import compute_exact, compute_f1
 
 from slimrl.rewards.answers import F1, ExactMatch
+from slimrl.rewards.math import boxed_equivalent, boxed_exact
 from slimrl.rewards.texts import AnswerPlace, boxed, fenced, tagged
 
 WORDS = ["The", "an", "a", "Eiffel", "eiffel,", "tower", "Tower.", "in", "PARIS", "1889", "--", "naïve", "O'Neill"]
@@ -16,10 +19,11 @@ def test_exact_match_and_f1_are_those_of_squad():
     rng = random.Random(0)
     exact, f1 = ExactMatch(), F1(power=1.0)
     compared = 0
-    for _ in range(2000):
+    for _ in range(3000):
         answer, *labels = (" ".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(rng.randint(2, 4)))
-        if not all(set(text.lower().split()) - {"the", "an", "a", "--"} for text in (answer, *labels)):
-            continue  # of these SQuAD's form leaves nothing
+        words = [[word for word in text.lower().split() if word != "--"] for text in (answer, *labels)]
+        if any(not text or text[-1] in ("the", "an", "a") for text in words):
+            continue  # an article before nothing is a letter, not as in SQuAD
         compared += 1
         given = said(answer), asked(labels)
         assert exact(*given) == max(compute_exact(label, answer) for label in labels)
@@ -47,11 +51,65 @@ def test_a_label_of_which_the_normal_form_leaves_nothing_is_not_any_answer(label
     assert ExactMatch()(said(answer), asked(label)) == F1()(said(answer), asked(label)) == reward
 
 
-@pytest.mark.parametrize("label", [None, [], "", " ", True, {"a": 1}, ["x", None]])
+@pytest.mark.parametrize(
+    ("label", "right", "wrong"),
+    [
+        (
+            "A",
+            ["A", "(A)", "A.", "A)", "**A**", "a", "(a)", "A. Paris"],
+            ["B", "(B)", "A or B", "A, B, C, D", "the", ""],
+        ),
+        ("B", ["B", "(B)", "B:"], ["A", "(A)"]),
+        ("5", ["5", "5.0", "+5", "5.", "$5"], ["-5", "15", "5 or 6", "5/2"]),
+        (5.0, ["5", "5.0"], ["50", "-5"]),
+        (15, ["15"], ["1.5", "1-5", "1/5"]),
+        ("C", ["C"], ["C++", "C#"]),
+        ("C++", ["C++", "c++.", "the C++"], ["C", "C#"]),
+        ("1234", ["1,234", "1234"], ["1.234", "12:34"]),
+        ("10:30", ["10:30", "10:30."], ["1030", "10.30"]),
+        ("Vitamin A", ["vitamin a", "Vitamin A."], ["Vitamin", "Vitamin B"]),
+        ("O-", ["O-", "o-"], ["O+", "O"]),
+        ("the Eiffel Tower", ["Eiffel tower", "An Eiffel tower!"], ["Eiffel"]),
+        (np.int64(7), ["7"], ["70"]),
+        (np.float32(0.1), ["0.1", "1/10"], ["1"]),
+    ],
+)
+def test_what_says_something_counts(label, right, wrong):
+    for reward in (ExactMatch(), F1()):
+        assert [reward(said(answer), asked(label)) for answer in right] == [1.0] * len(right)
+        assert all(reward(said(answer), asked(label)) < 1.0 for answer in wrong)
+
+
+HOLES = [None, math.nan, np.float64("nan"), math.inf, "", " ", "nan", "NaN", "None", "<NA>", True, np.True_, {"a": 1}]
+
+
+@pytest.mark.parametrize("label", [*HOLES, [], ["x", None], ["x", math.nan]], ids=repr)
 def test_a_label_that_no_answer_could_match_is_an_error(label):
     for reward in (ExactMatch(), F1()):
         with pytest.raises(ValueError, match="label of g"):
             reward(said("x"), asked(label))
+        with pytest.raises(ValueError, match="label of g"):
+            reward.check_prompt(asked(label))
+
+
+@pytest.mark.parametrize("label", [*HOLES, ["5"], ".", "?", "$$"], ids=repr)
+@pytest.mark.parametrize("reward", [boxed_exact, boxed_equivalent])
+def test_a_label_that_no_box_could_hold_is_an_error(reward, label):
+    for answer in ("None", "nan", "5", "?", "{}"):
+        with pytest.raises(ValueError, match="label of g"):
+            reward(said(f"\\boxed{{{answer}}}"), asked(label))
+    with pytest.raises(ValueError, match="label of g"):
+        reward.check_prompt(asked(label))
+
+
+@pytest.mark.parametrize(
+    "label", [5, 5.0, "5", "5.0", np.int64(5), np.float64(5), np.float32(5), np.str_("5")], ids=repr
+)
+def test_labels_as_tables_hold_them_are_numbers(label):
+    assert boxed_exact(said("\\boxed{5}"), asked(label)) == 1.0
+    assert boxed_exact(said("\\boxed{-5}"), asked(label)) == 0.0
+    assert ExactMatch()(said("5"), asked(label)) == 1.0
+    boxed_exact.check_prompt(asked(label))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import asyncio
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from slimrl.config.schema.reward import RewardPartConfig
 from slimrl.data.trajectory import Prompt
 from slimrl.rewards.comparison import equivalent
 from slimrl.rewards.loading import Supplies, load_part
+from slimrl.rewards.math import boxed_equivalent, boxed_exact
 from slimrl.rewards.scoring import call_reward
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +94,7 @@ PROBES = [
     ("math:boxed_exact", {}, "a giant number", lambda: said("\\boxed{1" + "0" * 10**6 + "}"), 5, 0),
     ("math:boxed_exact", {}, "a tool's box", lambda: said("See above.", before=[calls("f"), tool("\\boxed{5}")]), 5, 0),
     ("math:boxed_exact", {}, "the prompt's box", lambda: said("\\boxed{5}", num_prompt_messages=2), 5, 0),
-    ("math:boxed_exact", {}, "nothing in the box", lambda: said("\\boxed{ }"), "", 0),
+    ("math:boxed_exact", {}, "nothing in the box", lambda: said("\\boxed{ }"), "0", 0),
     ("format:Pattern", {"pattern": r"Answer: \d+"}, "another line", lambda: said("Answer: 1\nAnswer: 2"), None, 0),
     ("format:Pattern", {"pattern": r"\d*"}, "a tool has the last word", lambda: said(None, before=[calls("f"), tool("1")]), None, 0),
     ("format:Tags", {"names": ["a"]}, "repeats tags", lambda: said("<a>1</a><a>2</a>"), None, 0),
@@ -215,6 +217,49 @@ def test_naming_several_candidates_pays_no_more_than_the_likeliest(sizes):
 )
 def test_symbolic_comparison_takes_no_hedge(answer):
     assert not equivalent(answer, "5")
+
+
+CHEATS = [
+    ("several boxes", "5", r"\boxed{5} or \boxed{6}"),
+    ("a box in a box", "5", r"\boxed{\boxed{6}5}"),
+    ("a box that does not end", "5", r"\boxed{5"),
+    ("no answer as tables write it", "5", r"\boxed{None}"),
+    ("no number", "5", r"\boxed{\text{nan}}"),
+    ("a list of candidates", "5", r"\boxed{4, 5, 6}"),
+    ("a set of candidates", "5", r"\boxed{\{0, 1, 2, 3, 4, 5, 6, 7, 8, 9\}}"),
+    ("an interval around it", "5", r"\boxed{[0, 10]}"),
+    ("an inequality", "5", r"\boxed{x \ge 5}"),
+    ("both signs", "5", r"\boxed{\pm 5}"),
+    ("a number with a hedge", "5", r"\boxed{5 \text{ or more}}"),
+    ("a range in words", "5", r"\boxed{4 \text{ to } 6}"),
+    ("all choices", "B", r"\boxed{A, B, C, D}"),
+    ("all choices in brackets", "B", r"\boxed{(A)(B)(C)(D)}"),
+    ("two choices", "B", r"\boxed{\text{A or B}}"),
+    ("a look-alike of a letter", "A", "\\boxed{\N{CYRILLIC CAPITAL LETTER A}}"),
+    ("digits of another script", "5", "\\boxed{\N{ARABIC-INDIC DIGIT FIVE}}"),
+    ("a product for any order", "BCA", r"\boxed{A \cdot B \cdot C}"),
+    ("an anagram", "cat", r"\boxed{act}"),
+    ("an equation that ends with it", "5", r"\boxed{1=2=3=4=5}"),
+    ("a wrong equation", "5", r"\boxed{3=5}"),
+    ("an equation that holds for all", "x^2+y^2=25", r"\boxed{0=0}"),
+    ("an equation of a name with itself", "y=2x+1", r"\boxed{y=y}"),
+    ("a variable for any value", "5", r"\boxed{n}"),
+    ("nothing divided by nothing", "5", r"\boxed{\frac{0}{0}}"),
+    ("what cannot be read before a number", "5", r"\boxed{\foo{5} \bar 5}"),
+    ("a tiny number for another", r"10^{-19}\pi", r"\boxed{10^{-31}\pi}"),
+    ("zero for a tiny number", "9.1e-31", r"\boxed{0}"),
+    ("a base for another", "52_8", r"\boxed{52_9}"),
+    ("digits in a row", "345", r"\boxed{3 4 5}"),
+    ("a number too large to compute", "5", r"\boxed{1e999999999}"),
+    ("a text too long to read", "5", r"\boxed{" + "(" * 3000 + "5" + ")" * 3000 + "}"),
+]
+
+
+@pytest.mark.parametrize("function", [boxed_exact, boxed_equivalent])
+@pytest.mark.parametrize(("label", "text"), [case[1:] for case in CHEATS], ids=[case[0] for case in CHEATS])
+def test_a_box_that_hedges_or_cheats_is_not_paid(monkeypatch, function, label, text):
+    monkeypatch.setattr("slimrl.rewards.math.shared_comparers", lambda: SimpleNamespace(equivalent=equivalent))
+    assert function(said(text), asked(label)) == 0.0
 
 
 def test_an_honest_answer_is_paid():

@@ -78,7 +78,7 @@ def test_boxed_exact_gives_one_for_the_number_itself(text, label, reward):
 @pytest.mark.parametrize("function", [boxed_exact, boxed_equivalent])
 def test_a_label_that_no_answer_can_equal_is_refused(function):
     """As of a column that holds the answer in an object."""
-    with pytest.raises(ValueError, match=r"is no number or text, but \{'ground_truth': '42'\}"):
+    with pytest.raises(ValueError, match=r"the label of g: \"\{'ground_truth': '42'\}\" is no text and no number"):
         function(trajectory("\\boxed{42}"), prompt({"ground_truth": "42"}))
 
 
@@ -96,6 +96,13 @@ def test_a_box_in_a_tool_result_or_in_an_earlier_turn_is_no_answer(function):
         ("40+2", "42", True),
         ("\\sqrt{7}", "\\sqrt{8}", False),
         ("\\frac{1}{", "\\sqrt{8}", False),
+        ("\\foo{5} garbage 5", "5", False),
+        ("x > 2", "(2, \\infty)", True),
+        ("1.6\\cdot10^{-19}\\pi", "9.1\\cdot10^{-31}\\pi", False),
+        ("2^{-100}\\pi", "2^{-101}\\pi", False),
+        ("2^{-100}\\pi", "4^{-50}\\pi", True),
+        ("1.41421356", "\\sqrt{2}", True),
+        ("+\\infty", "\\infty", True),
     ],
 )
 def test_answers_are_compared_symbolically(answer, label, same):
@@ -156,7 +163,14 @@ def test_a_comparison_that_failed_is_no_wrong_answer(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "box"),
-    [("\\boxed{a{b}c}", "a{b}c"), ("\\boxed{a", None), ("", None), ("\\boxed{a}\\boxed{\\boxed{b}}", "b")],
+    [
+        ("\\boxed{a{b}c}", "a{b}c"),
+        ("\\boxed{a", None),
+        ("", None),
+        ("\\boxed{a}\\boxed{\\boxed{b}}", "b"),
+        ("\\boxed{\\left\\{ 1 \\right.}", "\\left\\{ 1 \\right."),
+        ("\\boxed{1 \\\\{2}}", "1 \\\\{2}"),
+    ],
 )
 def test_the_last_closed_box_is_taken_with_its_braces_matched(text, box):
     assert boxed(text) == box

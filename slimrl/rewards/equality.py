@@ -1,0 +1,80 @@
+"""Whether an answer is the label: decided here where both are of a kind that is known exactly (kinds.py).
+
+- Numbers are equal exactly; `0.33` is no third.
+- A unit that only one of them has does not count, two different ones do. `10%` is 10 and 0.1; `45°` is 45 and pi/4.
+- Digits in a base, choices and words are the same or not.
+- Tuples, intervals and ratios have the same brackets and equal items in order. Sets, unions and lists that are not
+  of words have equal items in any order.
+- `x = 4` is 4, and is not `y = 4`.
+- Expressions, inequalities and other equations are asked about.
+"""
+
+from collections.abc import Callable
+
+from slimrl.rewards.kinds import Answer, Choice, Group, Named, Numeral, Quantity, Relation, Words, read
+from slimrl.rewards.latex import plain, squeezed
+from slimrl.rewards.units import DEGREE, PERCENT
+
+Ask = Callable[[str, str], bool]
+"""Whether two expressions are equal: answer and label in LaTeX."""
+
+
+def is_label(answer: str, label: str, ask: Ask) -> bool:
+    """Whether an answer, as within \\boxed{}, is the label."""
+    given, wanted = plain(answer), plain(label)
+    return squeezed(given) == squeezed(wanted) or same(read(given), read(wanted), ask)
+
+
+def same(answer: Answer, label: Answer, ask: Ask) -> bool:
+    """Whether what two answers say is the same."""
+    match answer, label:
+        case (Named(), Named()):
+            values = [(one, other) for one in answer.values for other in label.values]
+            return answer.name == label.name and all(same(one, other, ask) for one, other in values)
+        case (Named() | Relation(), Relation()) | (Relation(), Named()):
+            return ask(answer.text, label.text)
+        case (Named(), _):
+            return all(same(value, label, ask) for value in answer.values)
+        case (_, Named()):
+            return all(same(answer, value, ask) for value in label.values)
+        case (Quantity(), Quantity()):
+            return _same_quantities(answer, label, ask)
+        case (Group(), Group()):
+            return _same_groups(answer, label, ask)
+        case (Group() | Relation() | Quantity(value=None), Group() | Relation() | Quantity(value=None)):
+            # Such as x > 2 and an interval, or all reals and one.
+            return ask(answer.text, label.text)
+    return isinstance(answer, Numeral | Choice | Words) and answer == label
+
+
+def _same_quantities(answer: Quantity, label: Quantity, ask: Ask) -> bool:
+    units = {answer.unit, label.unit} - {""}
+    if len(units) > 1:
+        return False
+    if answer.value is not None and label.value is not None:
+        difference = {answer.value, label.value}
+        if len(difference) == 1:
+            return True
+        percents = [one.value for one in (answer, label) if one.unit == PERCENT]
+        return len(percents) == 1 and percents[0] / 100 in difference
+    if squeezed(answer.text) == squeezed(label.text):
+        return True
+    if answer.unit != label.unit and DEGREE in units and (r"\pi" in answer.text or r"\pi" in label.text):
+        # An angle without a unit is in radians.
+        return ask(*(rf"({one.text})\cdot\pi/180" if one.unit == DEGREE else one.text for one in (answer, label)))
+    return ask(answer.text, label.text)
+
+
+def _same_groups(answer: Group, label: Group, ask: Ask) -> bool:
+    brackets = [("{}" if one.brackets == "" else one.brackets) for one in (answer, label)]
+    if brackets[0] != brackets[1] or len(answer.items) != len(label.items):
+        return False
+    if brackets[0] not in ("{}", "U") or all(isinstance(item, Words) for item in label.items):
+        return all(same(one, other, ask) for one, other in zip(answer.items, label.items, strict=True))
+    left = list(answer.items)
+    for wanted in label.items:
+        found = next((item for item in left if same(item, wanted, ask)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return True
