@@ -10,8 +10,9 @@
 """
 
 from collections.abc import Callable
+from fractions import Fraction
 
-from slimrl.rewards.kinds import Answer, Choice, Group, Named, Numeral, Quantity, Relation, Words, read
+from slimrl.rewards.kinds import Answer, Group, Named, Quantity, Relation, Words, read
 from slimrl.rewards.latex import plain, squeezed
 from slimrl.rewards.units import DEGREE, PERCENT
 
@@ -27,24 +28,27 @@ def is_label(answer: str, label: str, ask: Ask) -> bool:
 
 def same(answer: Answer, label: Answer, ask: Ask) -> bool:
     """Whether what two answers say is the same."""
+    if isinstance(answer, Named) and isinstance(label, Named):
+        values = [(one, other) for one in answer.values for other in label.values]
+        return answer.name == label.name and all(same(one, other, ask) for one, other in values)
+    if isinstance(answer, Named | Relation) and isinstance(label, Named | Relation):
+        return ask(answer.text, label.text)
+    if isinstance(answer, Named):
+        return all(same(value, label, ask) for value in answer.values)
+    if isinstance(label, Named):
+        return all(same(answer, value, ask) for value in label.values)
+    if isinstance(answer, Quantity) and isinstance(label, Quantity):
+        return _same_quantities(answer, label, ask)
+    if isinstance(answer, Group) and isinstance(label, Group):
+        return _same_groups(answer, label, ask)
     match answer, label:
-        case (Named(), Named()):
-            values = [(one, other) for one in answer.values for other in label.values]
-            return answer.name == label.name and all(same(one, other, ask) for one, other in values)
-        case (Named() | Relation(), Relation()) | (Relation(), Named()):
-            return ask(answer.text, label.text)
-        case (Named(), _):
-            return all(same(value, label, ask) for value in answer.values)
-        case (_, Named()):
-            return all(same(answer, value, ask) for value in label.values)
-        case (Quantity(), Quantity()):
-            return _same_quantities(answer, label, ask)
-        case (Group(), Group()):
-            return _same_groups(answer, label, ask)
-        case (Group() | Relation() | Quantity(value=None), Group() | Relation() | Quantity(value=None)):
+        case (
+            Group(text=given) | Relation(given) | Quantity(given, None),
+            Group(text=wanted) | Relation(wanted) | Quantity(wanted, None),
+        ):
             # Such as x > 2 and an interval, or all reals and one.
-            return ask(answer.text, label.text)
-    return isinstance(answer, Numeral | Choice | Words) and answer == label
+            return ask(given, wanted)
+    return answer == label
 
 
 def _same_quantities(answer: Quantity, label: Quantity, ask: Ask) -> bool:
@@ -52,17 +56,19 @@ def _same_quantities(answer: Quantity, label: Quantity, ask: Ask) -> bool:
     if len(units) > 1:
         return False
     if answer.value is not None and label.value is not None:
-        difference = {answer.value, label.value}
-        if len(difference) == 1:
-            return True
-        percents = [one.value for one in (answer, label) if one.unit == PERCENT]
-        return len(percents) == 1 and percents[0] / 100 in difference
+        both = _values(answer.value, answer.unit, label.unit) & _values(label.value, label.unit, answer.unit)
+        return bool(both)
     if squeezed(answer.text) == squeezed(label.text):
         return True
     if answer.unit != label.unit and DEGREE in units and (r"\pi" in answer.text or r"\pi" in label.text):
         # An angle without a unit is in radians.
         return ask(*(rf"({one.text})\cdot\pi/180" if one.unit == DEGREE else one.text for one in (answer, label)))
     return ask(answer.text, label.text)
+
+
+def _values(value: Fraction, unit: str, other_unit: str) -> set[Fraction]:
+    """What a number stands for beside another: a percentage beside a plain number also for its hundredth."""
+    return {value, value / 100} if unit == PERCENT != other_unit else {value}
 
 
 def _same_groups(answer: Group, label: Group, ask: Ask) -> bool:

@@ -8,7 +8,11 @@ _CURRENCY = re.compile(r"(?P<sign>[+-]?) ?(?:\\?\$|£|€|¥|₹) ?(?P<body>.+)"
 _SIGN = re.compile(r"(?P<body>.+?) ?(?P<unit>[%°]|\\\$)")
 _POWER = r"(?:\^\{?(?P<power>\d)\}?)?"
 _TEXT = re.compile(rf"(?P<body>.+?) ?\\text ?\{{(?P<unit>[^{{}}]*)\}}{_POWER}")
-_PLAIN = re.compile(rf"(?P<body>.*[\d)}}]) (?P<unit>[A-Za-z]{{3}}[A-Za-z /]*|[ckm]m|kg|ft|mi|in|lb|oz|ml){_POWER}")
+_PLAIN = re.compile(
+    rf"""(?P<body>.*[\d)}}]) \ (?P<unit> [A-Za-z]{{3}}[A-Za-z\ /]* | sq\.?\ [a-z]+
+         | [ckm]m | kg | ft | mi | in | lb | oz | ml | (?i:am|pm) ){_POWER}""",
+    re.VERBOSE,
+)
 _NAME = re.compile(r"[A-Za-z]+|/")
 MAX_WORDS = 4
 _NO_UNITS = {
