@@ -37,6 +37,7 @@ RULES = {
 KNOWN_WRONG = {
     ("abc", r"a \cdot b \cdot c"): "three letters are a word, since any order of the letters would else be right",
     (r"e^{i\pi/3}", r"\frac{1}{2} + \frac{\sqrt{3}}{2} i"): "math-verify does not expand exponentials of i",
+    ("(3,7)", "x=3, y=7"): "values of different names are no tuple: nothing says in which order the label has them",
 }
 """Pairs on which the reward's verdict is wrong, with the cause"""
 
@@ -163,6 +164,9 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"12 \text{ inches}", r"12 \text{ in}", True),
         (r"18 \mathrm{~cm}", "18", True),
         (r"\frac{9\sqrt{3}}{4}\text{ cm}^2", r"\frac{9\sqrt{3}}{4}", True),
+        ("36 sq. units", "36", True),
+        (r"\frac{2\sqrt{3}}{3} \text{ cm}", r"\frac{2}{\sqrt{3}} \text{ cm}", True),
+        ("5 feet", "5 inches", False),
     ],
     "degrees": [
         ("45", r"45^\circ", True),
@@ -174,6 +178,7 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"90^\circ", r"\angle ABC = 90^\circ", True),
         (r"22.5^\circ", r"\frac{45}{2}^\circ", True),
         (r"$120^{\circ}$", "120", True),
+        ("45", r"45 \text{ deg}", True),
     ],
     "thousands": [
         ("1000", "1,000", True),
@@ -206,6 +211,8 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("2A_{16}", r"2\text{A}_{16}", True),
         ("11_2", "11", False),
         ("204_5", r"204_{\text{five}}", True),
+        ("52", "52_{10}", True),
+        ("0_2", "00_2", True),
     ],
     "choices": [
         ("A", "A", True),
@@ -246,6 +253,7 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         (r"(2\sqrt{2}, 1)", r"(\sqrt{8}, 1)", True),
         ("(1,8,19), (2,7,13), (4,5,7)", "(4,5,7), (1,8,19), (2,7,13)", True),
         (r"\langle 1, 2 \rangle", "(1,2)", True),
+        ("(3,7)", "x=3, y=7", True),
     ],
     "intervals": [
         ("[1,2]", "[1, 2]", True),
@@ -448,6 +456,7 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("3:40", "3:04", False),
         (r"5:30 \text{ p.m.}", r"5:30\text{ p.m.}", True),
         ("2:3", r"2 \text{ to } 3", True),
+        ("10:45", "10:45 AM", True),
     ],
     "no answers": [
         ("5", "", False),

@@ -180,7 +180,8 @@ def _single(text: str, worded: bool) -> Answer:
     if (value := number(text)) is not None:
         return Quantity(text, value)
     if numeral := in_base(text):
-        return Numeral(*numeral)
+        digits, base = numeral
+        return Quantity(digits, Fraction(digits)) if base == 10 else Numeral(digits, base)
     if text == r"\emptyset" or squeezed(text) == r"\{\}":
         return Group("{}", (), r"\emptyset")
     if related := _relation(text):

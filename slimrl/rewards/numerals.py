@@ -79,4 +79,4 @@ def in_base(text: str) -> tuple[str, int] | None:
     name, digits = found["base"], found["digits"].upper()
     base = BASES.index(name) + 2 if name in BASES else int(name) if name.isdecimal() and len(name) < 3 else 0
     is_number = 2 <= base <= 36 and all(int(digit, 36) < base for digit in digits)
-    return (digits.lstrip("0"), base) if is_number and (digits[0].isdecimal() or len(digits) > 1) else None
+    return (digits.lstrip("0") or "0", base) if is_number and (digits[0].isdecimal() or len(digits) > 1) else None

@@ -24,8 +24,8 @@ _FACTORS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9
 _SHORT = {
     "centimeter": "cm", "millimeter": "mm", "meter": "m", "kilometer": "km", "gram": "g", "kilogram": "kg",
     "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "inche": "in", "inch": "in", "feet": "ft",
-    "foot": "ft", "mile": "mi", "dollar": DOLLAR, "degree": DEGREE, "percent": PERCENT, "percentage": PERCENT,
-    "pct": PERCENT, "per": "/", "unit": "", "square": "", "sq": "", "cubic": "",
+    "foot": "ft", "mile": "mi", "dollar": DOLLAR, "degree": DEGREE, "deg": DEGREE, "percent": PERCENT,
+    "percentage": PERCENT, "pct": PERCENT, "per": "/", "unit": "", "square": "", "sq": "", "cubic": "",
 }  # fmt: skip
 _POWERS = {"square": "2", "sq": "2", "cubic": "3"}
 
