@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from slimrl.chat.reserved import reserved_tokens
+
 
 def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """`eos_token_id` of generation_config.json, else of config.json, else the tokenizer's.
@@ -36,7 +38,8 @@ def checked_stop_tokens(ids: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[i
     wrong = [one for one in listed if not isinstance(one, int) or not 0 <= one < len(tokenizer)]
     if wrong or not listed:
         raise ValueError(f"{wrong or ids!r}: names no token; the tokenizer's ids are 0 to {len(tokenizer) - 1}")
-    if unreserved := [one for one in listed if one not in tokenizer.added_tokens_decoder]:
+    reserved = {*tokenizer.added_tokens_decoder, *reserved_tokens(tokenizer).values()}
+    if unreserved := [one for one in listed if one not in reserved]:
         # Others are split and merged with what stands around them.
         text = tokenizer.decode(unreserved[:1])
         raise ValueError(f"{unreserved[0]}: is {text!r}, ordinary text that an answer may hold, no reserved token")

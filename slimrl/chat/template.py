@@ -11,6 +11,8 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _get_template_variables
 
+from slimrl.chat.reserved import reserved_tokens
+
 Messages = Sequence[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]] | None
 
@@ -39,7 +41,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._text = text
         self._kwargs = dict(kwargs or {})
-        self._reserved = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len)[::-1]
+        self.reserved = reserved_tokens(tokenizer)
+        """Text and id of each reserved token"""
+        self._longest_first = sorted(self.reserved, key=len)[::-1]
 
     def require_words(self) -> None:
         """Try the template on one question.
@@ -101,7 +105,7 @@ class ChatTemplate:
 
     def escape(self, text: str) -> str:
         """Insert a space into each reserved token in the text: a tool's result must not end or open a turn."""
-        for reserved in self._reserved:
+        for reserved in self._longest_first:
             text = text.replace(reserved, f"{reserved[0]} {reserved[1:]}")
         return text
 
