@@ -148,3 +148,12 @@ def test_a_recipe_is_checked_without_torch_in_half_the_time_that_its_import_take
         "assert not heavy, heavy\n"
     )
     assert takes_less(check, 1 / 2, "import torch\n", rounds=8)
+
+
+@pytest.mark.parametrize("name", ["Kimi-K2", "Moonlight"])
+def test_recipes_of_models_whose_tokenizer_is_code_trust_it(name):
+    """Their folders have a tiktoken.model and tokenization_*.py, and no tokenizer.json."""
+    loaded = [read_recipe(path, [], "train")[0].recipe.model for path in (RECIPES / "deepseek_v3").glob("*.yaml")]
+    models = [model for model in loaded if model.path.startswith(f"models/{name}")]
+    assert len(models) == 2
+    assert all(model.trust_remote_code for model in models)
