@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
+from slimrl.chat.tool_prompts import tool_prompt
 
 _QWEN_SYSTEM = r"""
 {%- if tools %}
@@ -274,13 +275,15 @@ class Model:
     rewrites: bool = False
     """Whether the template writes a turn of an episode differently once a later one follows."""
     parallel: bool = True
+    tool_prompt: str = ""
+    """What shows it its tools, if the template does not."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return _deepseek_tokenizer() if not self.tokens else _small_tokenizer(self.tokens)
 
     def chat(self) -> ChatFormat:
         tokenizer = self.tokenizer()
-        template = ChatTemplate(tokenizer, self.template, self.kwargs)
+        template = ChatTemplate(tokenizer, self.template, self.kwargs, tool_prompt(self.tool_prompt))
         return ChatFormat(template, tokenizer.convert_tokens_to_ids(list(self.stops)))
 
 
@@ -300,11 +303,15 @@ MODELS = {
     "qwen3_thinking": Model(like="Qwen3-Thinking-2507", template=QWEN3_THINKING, thinks=True, **_QWEN),
     "glm45": Model(like="GLM-4.5, thinking", thinks=True, **_GLM),
     "glm45_no_think": Model(like="GLM-4.5, enable_thinking=false", kwargs={"enable_thinking": False}, **_GLM),
-    "deepseek_v3": Model(like="DeepSeek-V3-0324", template=DEEPSEEK_V3, parser="deepseekv3", **_DEEPSEEK),
-    "deepseek_v31": Model(like="DeepSeek-V3.1", template=DEEPSEEK_V31, parser="deepseekv31", **_DEEPSEEK),
+    "deepseek_v3": Model(
+        like="DeepSeek-V3-0324", template=DEEPSEEK_V3, parser="deepseekv3", tool_prompt="deepseek_v3", **_DEEPSEEK
+    ),
+    "deepseek_v31": Model(
+        like="DeepSeek-V3.1", template=DEEPSEEK_V31, parser="deepseekv31", tool_prompt="deepseek_v31", **_DEEPSEEK
+    ),
     "deepseek_v31_think": Model(
         like="DeepSeek-V3.1, thinking=true", template=DEEPSEEK_V31, parser="deepseekv31", kwargs={"thinking": True},
-        thinks=True, rewrites=True, **_DEEPSEEK,
+        tool_prompt="deepseek_v31", thinks=True, rewrites=True, **_DEEPSEEK,
     ),
     "kimi_k2": Model(
         like="Kimi-K2-Instruct", model_type="kimi_k2", template=KIMI_K2, tokens=_KIMI_TOKENS, stops=("<|im_end|>",),

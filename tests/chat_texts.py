@@ -12,6 +12,7 @@ from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.parsers import make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
+from slimrl.chat.tool_prompts import PUBLISHED
 from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateResult
@@ -137,9 +138,12 @@ def rendering(key: str, messages, *, generate: bool) -> str:
     written = json.loads(json.dumps(messages))
     for call in (call for message in written for call in message.get("tool_calls", ()) if key in TEXT_ARGUMENTS):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    tools = TOOLS.schemas
+    if model.tool_prompt:
+        written, tools = [{"role": "system", "content": PUBLISHED[model.tool_prompt](tools)}, *written], None
     return model.tokenizer().apply_chat_template(
         written,
-        tools=TOOLS.schemas,
+        tools=tools,
         chat_template=model.template,
         tokenize=False,
         add_generation_prompt=generate,

@@ -39,7 +39,7 @@ class Conversation:
         summary_rule: writes the summaries of compaction; None for the policy.
 
     Raises:
-        ValueError: the chat template refuses the messages.
+        ValueError: the chat template refuses the messages, or leaves a part of them out.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Conversation:
         self.messages = list(messages)
         self.num_prompt_messages = len(messages)
         """Those before the first turn"""
-        context = dialogue.chat.prompt(self.messages, dialogue.schemas)
+        context = dialogue.chat.prompt(self.messages, dialogue.schemas, whole=True)
         self.transcript = Transcript(context.tokens)
         self._in_thinking = context.opens_thinking
         """Whether the context of the next turn ends within thinking."""

@@ -68,10 +68,12 @@ def make_dialogue(
     """A turn ends at the model's own stop tokens and, with tools, at the marker that closes a call if it is one token.
 
     Raises:
-        ValueError: there are tools, and the chat template writes none of these tokens after a call.
+        ValueError: there are tools, and the chat template does not show them, or writes none of these tokens after a
+            call.
     """
     stops, call_ends = chat.stop_token_ids, frozenset[int]()
     if schemas:
+        chat.require_shown(schemas)
         call_ends = chat.call_ends
         close = chat.token_id(parser.close_marker) if stop_at_call and parser.close_marker else None
         if close is not None and close not in stops:

@@ -34,7 +34,8 @@ async def preview_episode(
     The environment starts for real; what it answers is made up.
 
     Raises:
-        ValueError: the environment cannot start, or the chat template cannot write such an episode.
+        ValueError: the environment cannot start, or the chat template cannot write such an episode or leaves a part of
+            its prompt out.
     """
     host = EnvironmentHost(make, agent)
     try:
@@ -61,6 +62,7 @@ async def preview_episode(
     return Preview(
         stop_token_ids=dialogue.stop_token_ids,
         segments=[_tokens(segment, dialogue.chat) for segment in trajectory.segments],
+        not_repeated=dialogue.chat.not_repeated(schemas),
     )
 
 
@@ -81,7 +83,7 @@ class _ScriptedEngine:
         self._dialogue = dialogue
         self._messages = messages
         self._turns = turns
-        self._opened = dialogue.chat.prompt(messages, dialogue.schemas).opens_thinking
+        self._opened = dialogue.chat.prompt(messages, dialogue.schemas, whole=True).opens_thinking
 
     def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
         return

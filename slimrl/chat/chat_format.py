@@ -7,11 +7,14 @@ between its turns come from rendering a conversation of the same shape and takin
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from slimrl.chat.template import ChatTemplate, Messages, Schemas
-from slimrl.chat.thinking import opens_thinking
+from slimrl.chat.completeness import Completeness
+from slimrl.chat.left_out import LeftOut
+from slimrl.chat.parts import said_parts, thinking_and_words
+from slimrl.chat.template import PROBE_TOOL, ChatTemplate, Messages, Schemas
+from slimrl.chat.thinking import CLOSE, OPEN, opens_thinking, split_thinking
 
 _QUESTION: dict[str, Any] = {"role": "user", "content": "q"}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "last words"}
@@ -57,6 +60,7 @@ class ChatFormat:
         self.stop_token_ids = tuple(stop_token_ids)
         self._questions: dict[str, str] = {}
         """By the tools' schemas"""
+        self._whole = Completeness(template, self.written_turn)
 
     def token_id(self, text: str) -> int | None:
         """Id of a text that is one token, such as the marker at the end of a call; None if it is several."""
@@ -68,19 +72,47 @@ class ChatFormat:
         ended = bool(tokens) and tokens[-1] in self.stop_token_ids
         return self.template.decode(tokens[:-1] if ended else tokens)
 
-    def prompt(self, messages: Messages, schemas: Schemas) -> Context:
+    def prompt(self, messages: Messages, schemas: Schemas, *, whole: bool = False) -> Context:
         """A prompt with the header of the assistant's turn.
 
+        Args:
+            whole: refuse messages of which the template leaves words, calls or tools out.
+
         Raises:
-            ValueError: the template refuses these messages.
+            ValueError: the template refuses these messages, or leaves some of them out.
         """
         text = self.template.render(messages, schemas, generate=True)
-        header = self._header
-        if not text.endswith(header):
-            # It depends on what it follows, or the template closes the last message differently before it.
-            own = _rest(self.template.render(messages, schemas, generate=False), text)
-            header = header if own is None else own
+        if whole:
+            self._whole.require_prompt(messages, schemas, text)
+        header = self._header_of(text, messages, schemas)
         return Context(tokens=self.template.encode(text), opens_thinking=opens_thinking(header))
+
+    def require_shown(self, schemas: Schemas) -> None:
+        """Raises ValueError if the template does not show a model these tools."""
+        if schemas:
+            text = self.template.render([_QUESTION], schemas, generate=True)
+            self._whole.require_prompt([_QUESTION], schemas, text)
+
+    def not_repeated(self, schemas: Schemas) -> list[str]:
+        """What the template leaves out of earlier turns of an episode with these tools."""
+        turn: dict[str, Any] = {**_ANSWER, "reasoning_content": "first thoughts"}
+        told: list[dict[str, Any]] = [_QUESTION]
+        if schemas:
+            call = CallName(id="functions.f:0", name="f")
+            turn["tool_calls"] = _calls([call])
+            told = tool_results([call], [_RESULT])
+        write = partial(self.template.render, generate=True)
+        left_out = LeftOut(write, lambda messages, _: said_parts(messages[1]))
+        finished = [_QUESTION, turn, *told]
+        return left_out.of(finished, schemas, write(finished, schemas))
+
+    def _header_of(self, text: str, messages: Messages, schemas: Schemas) -> str:
+        """The header of the assistant's turn at the end of a rendered prompt."""
+        if text.endswith(self._header):
+            return self._header
+        # It depends on what it follows, or the template closes the last message differently before it.
+        own = _rest(self.template.render(messages, schemas, generate=False), text)
+        return self._header if own is None else own
 
     def join(self, last_token: int, calls: Sequence[CallName], messages: Messages, schemas: Schemas) -> Context:
         """What stands between the policy's turn and its next one.
@@ -122,7 +154,7 @@ class ChatFormat:
         """Whether the template writes several calls in one turn."""
         calls = [CallName(id=f"functions.f:{i}", name="f") for i in range(2)]
         try:
-            self._followed(calls, tool_results(calls, [_RESULT] * 2), None)
+            self._followed(calls, tool_results(calls, [_RESULT] * 2), [PROBE_TOOL])
         except ValueError:
             return False
         return True
@@ -147,8 +179,10 @@ class ChatFormat:
         text = _rest(before, after)
         if text is None:
             raise ValueError(
-                "the chat template renders a prompt differently once the assistant has answered: "
-                f"the whole conversation does not start with the prompt, which ends with {before[-80:]!r}"
+                "the chat template renders a prompt differently once the assistant has answered: the whole "
+                f"conversation does not start with the prompt, which ends with {before[-80:]!r}. Name a template that "
+                "goes on from its prompts in model.chat_template, or set a variable of this one in "
+                "agent.chat_template_kwargs, such as one that turns thinking off"
             )
         ends = [(text.find(stop), stop) for stop in map(self._stop_text, self.stop_token_ids)]
         found = [(position, stop) for position, stop in ends if position >= 0]
@@ -158,7 +192,10 @@ class ChatFormat:
         end = self._end_of_calls if messages[-1].get("tool_calls") else self._end_of_answer
         if end is None:
             stops = ", ".join(repr(self._stop_text(token)) for token in self.stop_token_ids)
-            raise ValueError(f"the chat template writes none of the model's stop tokens after a turn: {stops}")
+            raise ValueError(
+                f"the chat template writes none of the model's stop tokens after a turn: {stops}. Name those that it "
+                "writes in agent.stop_token_ids, or another template in model.chat_template"
+            )
         return text.rstrip("\n") + end
 
     def training_sequences(self, messages: Messages, schemas: Schemas) -> list[tuple[list[int], list[bool]]]:
@@ -169,21 +206,26 @@ class ChatFormat:
         as those do that drop thinking.
 
         Raises:
-            ValueError: the template refuses these messages, does not continue the prompt of a turn with that turn, or
-                writes no stop token after it.
+            ValueError: the template refuses these messages, leaves a part of them out, does not continue the prompt of
+                a turn with that turn, or writes no stop token after it.
         """
         if (marked := self.template.marked(messages, schemas)) is not None:
             if not any(marked[1]):
                 raise ValueError("the chat template marks nothing of it as the assistant's")
+            self._whole.require_marked(messages, schemas)
+            self.prompt(messages, schemas, whole=True)
             return [marked]
         sequences: list[_Sequence] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             prompt = self.template.render(messages[:number], schemas, generate=True)
+            self._whole.require_told(messages[:number], schemas, prompt)
             try:
                 self._refuse_stops_in(message)
                 turn = self._written_after(prompt, messages[: number + 1], schemas)
+                self._refuse_tags(messages[: number + 1], schemas, prompt, turn)
+                self._whole.require_turn(messages[: number + 1], schemas, turn)
             except ValueError as error:
                 raise ValueError(f"messages[{number}]: {error}") from error
             added = _rest(sequences[-1].text, prompt) if sequences else None
@@ -202,15 +244,21 @@ class ChatFormat:
             if stop in words:
                 raise ValueError(f"its text holds {stop!r}, which ends a turn")
 
+    def _refuse_tags(self, messages: Messages, schemas: Schemas, prompt: str, turn: str) -> None:
+        """Raises ValueError if a tag of thinking in a text makes the turn say other words than its message."""
+        thought, words = thinking_and_words(messages[-1])
+        if not any(tag in text for tag in (OPEN, CLOSE) for text in (thought, words)):
+            return
+        header = self._header_of(prompt, messages[:-1], schemas)
+        said = split_thinking(turn, opened=opens_thinking(header))
+        if (said.thinking or "").strip() != thought or words not in said.answer:
+            raise ValueError(f"its text holds {OPEN!r} or {CLOSE!r}, which the model reads as the bounds of thinking")
+
     def _followed(self, calls: Sequence[CallName], messages: Messages, schemas: Schemas) -> tuple[int, str]:
         """The end of a turn's words in a rendered conversation, and the text, up to the header of the next turn."""
         made_up = _ANSWER
         if calls:
-            written = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {"x": _LAST}}}
-                for call in calls
-            ]
-            made_up = {"role": "assistant", "content": "", "tool_calls": written}
+            made_up = {"role": "assistant", "content": "", "tool_calls": _calls(calls)}
         before = self._question(schemas)
         text = self.template.render([_QUESTION, made_up, *messages], schemas, generate=True)
         position = len(before) if text.startswith(before) else 0
@@ -232,7 +280,10 @@ class ChatFormat:
     def _one_call(self) -> tuple[int, str]:
         """A conversation with one call and its result; see `_followed`."""
         calls = [CallName(id="functions.f:0", name="f")]
-        return self._followed(calls, tool_results(calls, [_RESULT]), None)
+        calls_end, text = self._followed(calls, tool_results(calls, [_RESULT]), [PROBE_TOOL])
+        if _RESULT not in text[calls_end:]:
+            raise ValueError("the chat template does not write a tool's result; name another in model.chat_template")
+        return calls_end, text
 
     @cached_property
     def _header(self) -> str:
@@ -271,6 +322,14 @@ class _Sequence:
         self.text += text
         self.tokens += tokens
         self.mask += [learned] * len(tokens)
+
+
+def _calls(calls: Sequence[CallName]) -> list[dict[str, Any]]:
+    """Calls of one made-up argument."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {"x": _LAST}}}
+        for call in calls
+    ]
 
 
 def _rest(prefix: str, text: str) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from inspect import signature
+from itertools import product
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -12,9 +13,25 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from slimrl.chat.reserved import reserved_tokens
+from slimrl.chat.tool_prompts import ToolPrompt, with_tools
+from slimrl.data.strict_json import strict_json
 
 Messages = Sequence[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]] | None
+
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probed_tool",
+        "description": "Described by probes alone.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probed_parameter": {"type": "string", "description": "Taken by probes alone."}},
+            "required": ["probed_parameter"],
+        },
+    },
+}
+"""For what a template does with tools: some have another template for conversations with tools."""
 
 _KEY, _VALUE = "probe_key", "probe_value"
 _GIVEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
@@ -28,19 +45,25 @@ class ChatTemplate:
         tokenizer: a fast tokenizer.
         text: the template in Jinja; None for the tokenizer's own.
         kwargs: further variables of the template, such as `enable_thinking`.
+        tool_prompt: what the system message says of the tools, instead of the template; None leaves it to the template.
 
     Raises:
         ValueError: there is no template.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, text: str | None = None, kwargs: dict[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        text: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+        tool_prompt: ToolPrompt | None = None,
     ) -> None:
         if text is None and not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; name a file of one in model.chat_template")
         self._tokenizer = tokenizer
         self._text = text
         self._kwargs = dict(kwargs or {})
+        self._tool_prompt = tool_prompt
         self.reserved = reserved_tokens(tokenizer)
         """Text and id of each reserved token"""
         self._longest_first = sorted(self.reserved, key=len)[::-1]
@@ -58,7 +81,7 @@ class ChatTemplate:
     def require_read(self) -> None:
         """Raises ValueError if the template does not read a further variable; `require_words` finds broken ones."""
         try:
-            read = _get_template_variables(self._source)
+            read = {name for source in self._sources for name in _get_template_variables(source)}
         except TemplateSyntaxError:
             return
         for name in self._kwargs:
@@ -86,7 +109,7 @@ class ChatTemplate:
 
         The mask is true on what the template marks as the assistant's.
         """
-        if not self._has_marks:
+        if not self._has_marks(schemas):
             return None
         encoding = self._apply(
             self._as_taken(messages), schemas, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -110,52 +133,61 @@ class ChatTemplate:
         return text
 
     @property
-    def _source(self) -> str:
-        return self._text if self._text is not None else self._tokenizer.get_chat_template()
+    def _sources(self) -> list[str]:
+        """The template, or all that the tokenizer has by names such as `default` and `tool_use`."""
+        own = self._tokenizer.chat_template if self._text is None else self._text
+        return list(own.values()) if isinstance(own, dict) else [own]
+
+    def _has_marks(self, schemas: Schemas) -> bool:
+        shown = list(schemas) if schemas and self._tool_prompt is None else None
+        source = self._tokenizer.get_chat_template(self._text, shown)
+        return "{% generation" in source or "{%- generation" in source
 
     @cached_property
-    def _has_marks(self) -> bool:
-        return "{% generation" in self._source or "{%- generation" in self._source
-
-    @cached_property
-    def _arguments_are_text(self) -> bool:
-        """Whether the template wants a call's arguments as JSON text instead of an object."""
+    def _takes_calls(self) -> tuple[bool, str | None]:
+        """Whether the template wants a call's arguments as JSON text, not as an object, and which content beside calls
+        is none: "", as SGLang's server makes it, or null where a template writes calls with that alone."""
         question = {"role": "user", "content": "q"}
-        try:
-            text = self._apply([question, _call({_KEY: _VALUE})], None, tokenize=False)
-        except ValueError:
-            return True
-        # A template that joins texts writes an object as Python does, in single quotes.
-        return f"'{_KEY}'" in text
+        for silence, as_text in product(("", None), (False, True)):
+            arguments = {_KEY: _VALUE}
+            call = _call(json.dumps(arguments) if as_text else arguments, silence)
+            try:
+                text = self._apply([question, call], [PROBE_TOOL], tokenize=False)
+            except ValueError:
+                continue
+            # A template that joins texts writes an object as Python does, in single quotes.
+            if _VALUE in text and f"'{_KEY}'" not in text:
+                return as_text, silence
+        return False, ""
 
     def _as_taken(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages with each call's arguments as the template wants them, whichever way they are given.
 
-        No content is an empty one, as SGLang's server makes it: templates that join texts would write None.
+        No content is an empty one, as SGLang's server makes it: templates that join texts would write None. Other keys
+        that are null, and lists without calls, are as if they were not there: templates ask for some of them by name.
         """
         taken = []
         for message in messages:
-            changed = dict(message)
-            if message.get("content") is None:
-                changed["content"] = ""
-            if message.get("tool_calls"):
-                changed["tool_calls"] = [self._with_own_arguments(call) for call in message["tool_calls"]]
+            changed = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+            changed.setdefault("content", "")
+            if calls := message.get("tool_calls"):
+                changed["tool_calls"] = [self._with_own_arguments(call) for call in calls]
+                changed["content"] = changed["content"] or self._takes_calls[1]
             taken.append(changed)
         return taken
 
     def _with_own_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
-        if self._arguments_are_text:
+        if self._takes_calls[0]:
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
         elif isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"arguments of {call['function']['name']} are no JSON: {error}") from error
+            arguments = read_arguments(call)
         return {"type": "function", **call, "function": {**call["function"], "arguments": arguments}}
 
     def _apply(self, messages: Messages, schemas: Schemas, **options: Any) -> Any:
+        if schemas and self._tool_prompt is not None:
+            messages, schemas = with_tools(messages, self._tool_prompt(schemas)), None
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages),
@@ -171,10 +203,21 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
 
-def _call(arguments: Any) -> dict[str, Any]:
+def read_arguments(call: dict[str, Any]) -> Any:
+    """A call's arguments as a value, whichever way they are given; raises ValueError if they are text and no JSON."""
+    arguments = call["function"]["arguments"]
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return strict_json(arguments, finite=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"arguments of {call['function']['name']} are no JSON: {error}") from error
+
+
+def _call(arguments: Any, content: str | None) -> dict[str, Any]:
     function = {"name": "f", "arguments": arguments}
     return {
         "role": "assistant",
-        "content": "",
+        "content": content,
         "tool_calls": [{"id": "functions.f:0", "type": "function", "function": function}],
     }

@@ -112,6 +112,8 @@ DIVISORS = (
 
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)(?:\.py)?\.([A-Za-z_]\w*)")
 MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31")
+"""Published prompts that tell a model its tools (slimrl/chat/tool_prompts.py)"""
 MAY_BE_EMPTY = ("reward.function", "agent.environment", "agent.episode", "agent.function")
 """Import paths without which a recipe does something else."""
 PATHS = (
@@ -162,6 +164,10 @@ def bound_violations(recipe: Recipe) -> Iterator[Violation]:
     if parser and parser not in tool_call_parsers() and not MODULE_FUNCTION.fullmatch(parser):
         meant = suggestion(parser, tool_call_parsers()) or f" SGLang has {', '.join(tool_call_parsers())}."
         yield "agent.parser", f"{parser!r} is neither a parser of SGLang nor an import path module:name.{meant}"
+    told = recipe.agent.tool_prompt
+    if told and told not in TOOL_PROMPTS and "{tools}" not in told:
+        names = ", ".join(TOOL_PROMPTS)
+        yield "agent.tool_prompt", f"{told!r} is neither {names}, nor a text with {{tools}} where the schemas go."
     for name in (*MAY_BE_EMPTY, "reward.group_filters", "agent.tools"):
         paths = values[name] if isinstance(values[name], list) else [values[name]]
         kind = "Class" if name == "agent.environment" else "function"

@@ -1,6 +1,6 @@
 """A conversation token by token, for a reader."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Source = Literal["prompt", "policy", "tool", "template"]
@@ -19,3 +19,5 @@ class PreviewToken:
 class Preview:
     stop_token_ids: tuple[int, ...]
     segments: list[list[PreviewToken]]
+    not_repeated: list[str] = field(default_factory=list)
+    """What the chat template leaves out of earlier turns"""

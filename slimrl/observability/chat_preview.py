@@ -28,16 +28,21 @@ def print_preview(preview: Preview, console: Console) -> None:
     total = sum(map(len, preview.segments))
     ends = ", ".join(map(str, sorted(stops)))
     console.print(f"{total} tokens, {sampled} trained on. A turn ends at {ends} (■).")
+    if preview.not_repeated:
+        said = ", ".join(preview.not_repeated)
+        console.print(f"Once a turn is over, the chat template leaves out {said}: see agent.history.")
 
 
 def as_json(preview: Preview) -> str:
     """`stop_token_ids`, and `tokens` of all segments one after the other: `id`, `text`, `source` and `trained`.
 
-    `segment_lengths` says where each segment, a sequence of its own, ends.
+    `segment_lengths` says where each segment, a sequence of its own, ends; `not_repeated` what the chat template leaves
+    out of earlier turns.
     """
     value = {
         "stop_token_ids": list(preview.stop_token_ids),
         "segment_lengths": list(map(len, preview.segments)),
+        "not_repeated": preview.not_repeated,
         "tokens": [vars(token) for segment in preview.segments for token in segment],
     }
     return visible(json.dumps(value, ensure_ascii=False))

@@ -74,11 +74,10 @@ def test_each_shipped_recipe_is_shown_with_its_models_template(recipe, folder_of
 @pytest.mark.parametrize("key", MODELS)
 def test_an_episode_with_a_tool_has_all_four_sources(key, folder_of):
     kwargs = ",".join(f"{name}: {json.dumps(value)}" for name, value in MODELS[key].kwargs.items())
-    shown = json.loads(
-        inspected(
-            TINY, f"model.path={folder_of(key)}", f"agent.chat_template_kwargs={{{kwargs}}}", CALCULATOR, "--json"
-        )
-    )
+    settings = [f"model.path={folder_of(key)}", f"agent.chat_template_kwargs={{{kwargs}}}", CALCULATOR]
+    if MODELS[key].tool_prompt:
+        settings.append(f"agent.tool_prompt={MODELS[key].tool_prompt}")
+    shown = json.loads(inspected(TINY, *settings, "--json"))
     tokens = shown["tokens"]
     assert {token["source"] for token in tokens} == {"prompt", "policy", "tool", "template"}
     decoded = MODELS[key].tokenizer().decode([t["id"] for t in tokens if t["source"] == "tool"])
@@ -97,10 +96,22 @@ def test_on_the_terminal_each_run_has_its_source_and_ends_are_marked(folder_of):
     end = MODELS["qwen3"].tokenizer().convert_tokens_to_ids("<|im_end|>")
     assert f"(the answer)<|im_end|> ■{end}" in output
     assert "trained on. A turn ends at " in output
+    assert "Once a turn is over" not in output
+
+
+def test_what_the_template_leaves_out_of_turns_that_are_over_is_said(folder_of):
+    arguments = (TINY, f"model.path={folder_of('llama31')}")
+    said = " ".join(inspected(*arguments).split())
+    assert "Once a turn is over, the chat template leaves out its thinking, its words: see agent.history." in said
+    assert json.loads(inspected(*arguments, "--json"))["not_repeated"] == ["its thinking", "its words"]
 
 
 def test_a_rewritten_history_is_shown_segment_by_segment(folder_of):
-    settings = ("agent.history=template", "agent.chat_template_kwargs={thinking: true}")
+    settings = (
+        "agent.history=template",
+        "agent.chat_template_kwargs={thinking: true}",
+        "agent.tool_prompt=deepseek_v31",
+    )
     arguments = (TINY, f"model.path={folder_of('deepseek_v31')}", *settings)
     assert "Segment 1 of 2, a sequence of its own:" in inspected(*arguments)
     shown = json.loads(inspected(*arguments, "--json"))

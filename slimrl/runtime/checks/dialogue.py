@@ -3,7 +3,6 @@
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from slimrl.agent.bounded_parser import BoundedParser
 from slimrl.agent.dialogue import Dialogues
@@ -12,23 +11,15 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.stop_tokens import checked_stop_tokens, stop_token_ids
-from slimrl.chat.template import ChatTemplate, Schemas
+from slimrl.chat.template import PROBE_TOOL, ChatTemplate, Schemas
 from slimrl.chat.tokenizer import load_tokenizer
+from slimrl.chat.tool_prompts import tool_prompt
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.tools import load_tools
-
-_PROBE: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "Probe.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
-    },
-}
 
 
 def load_dialogues(loaded: LoadedRecipe, sandbox: SandboxPool) -> tuple[Dialogues, ToolBox]:
@@ -56,7 +47,7 @@ def load_dialogues(loaded: LoadedRecipe, sandbox: SandboxPool) -> tuple[Dialogue
         # Loads the parser, which takes seconds, before an agent waits. One whose model has no words for tools may have
         # none; others are told so.
         with suppress(ValueError):
-            dialogues.of([_PROBE])
+            dialogues.of([PROBE_TOOL])
     return dialogues, tools
 
 
@@ -73,7 +64,8 @@ def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:
         tokenizer = load_tokenizer(folder, trust_remote_code=recipe.model.trust_remote_code)
         key = source = "model.chat_template" if recipe.model.chat_template else "model.path"
         text = Path(recipe.model.chat_template).read_text() if recipe.model.chat_template else None
-        template = ChatTemplate(tokenizer, text, recipe.agent.chat_template_kwargs)
+        shown = tool_prompt(recipe.agent.tool_prompt)
+        template = ChatTemplate(tokenizer, text, recipe.agent.chat_template_kwargs, shown)
         key = "agent.chat_template_kwargs"
         template.require_read()
         key = source
@@ -81,11 +73,12 @@ def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:
         given = recipe.agent.stop_token_ids
         key = "model.path" if given is None else "agent.stop_token_ids"
         stops = stop_token_ids(folder, tokenizer) if given is None else checked_stop_tokens(given, tokenizer)
+        chat = ChatFormat(template, stops)
     except OSError as error:
         raise RecipeError([loaded.problem(key, f"{error.filename}: {error.strerror}")]) from error
     except ValueError as error:
         raise RecipeError([loaded.problem(key, str(error))]) from error
-    return ChatFormat(template, stops)
+    return chat
 
 
 def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> Parser:
@@ -100,10 +93,10 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
         return BoundedParser(name, []) if name else NoCalls()
     candidates = (name,) if name else _family_parsers(folder)
     written = _written_call(chat)
-    if _PROBE["function"]["name"] not in written:
+    if PROBE_TOOL["function"]["name"] not in written:
         raise ValueError("the chat template writes no tool calls; name another in model.chat_template, or no tools")
     for candidate in candidates:
-        calls = make_parser(candidate, [_PROBE]).parse(written).calls
+        calls = make_parser(candidate, [PROBE_TOOL]).parse(written).calls
         if len(calls) == 1 and isinstance(calls[0], ToolCall):
             return BoundedParser(candidate, schemas)
     tried = ", ".join(candidates)
@@ -120,16 +113,16 @@ def _family_parsers(folder: Path) -> tuple[str, ...]:
 def _written_call(chat: ChatFormat) -> str:
     """A call as the template writes it."""
     question = {"role": "user", "content": "q"}
-    call = {"name": "probe", "arguments": {"x": "text"}}
+    call = {"name": PROBE_TOOL["function"]["name"], "arguments": {"probed_parameter": "text"}}
     turn = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "functions.probe:0", "type": "function", "function": call}],
+        "tool_calls": [{"id": "functions.probed_tool:0", "type": "function", "function": call}],
     }
-    after = chat.template.render([question, turn], None, generate=False)
+    after = chat.template.render([question, turn], [PROBE_TOOL], generate=False)
     # Without the header of the turn, where the header is part of it: some formats begin a turn with their call.
     for generate in (True, False):
-        before = chat.template.render([question], None, generate=generate)
+        before = chat.template.render([question], [PROBE_TOOL], generate=generate)
         if after.startswith(before):
             return after[len(before) :]
     return after

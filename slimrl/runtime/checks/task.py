@@ -128,7 +128,7 @@ def _fitting(prompts: list[Prompt], dialogue: Dialogue, recipe: Recipe) -> list[
     for prompt in prompts:
         try:
             messages = first_messages(prompt, recipe.agent.system_prompt)
-            count = len(dialogue.chat.prompt(messages, dialogue.schemas).tokens)
+            count = len(dialogue.chat.prompt(messages, dialogue.schemas, whole=True).tokens)
         except ValueError as error:
             broken.append(f"{prompt.source}: {error}")
             continue

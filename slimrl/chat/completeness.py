@@ -1,0 +1,93 @@
+"""Refuses conversations of which a chat template leaves a part out, with what it is and what to do about it."""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+from slimrl.chat.left_out import LeftOut, Write
+from slimrl.chat.parts import TOOL, Part, said_parts, tool_parts
+from slimrl.chat.template import PROBE_TOOL, ChatTemplate, Messages, Schemas
+
+
+class Completeness:
+    """
+    Args:
+        written_turn: writes the last message of a conversation as a policy would.
+    """
+
+    def __init__(self, template: ChatTemplate, written_turn: Write) -> None:
+        self._template = template
+        write = partial(template.render, generate=True)
+        self._prompts = LeftOut(write, _told)
+        self._contexts = LeftOut(write, _told_last)
+        self._turns = LeftOut(written_turn, lambda messages, _: said_parts(messages[-1]))
+        self._marked = LeftOut(self._learned, _said)
+
+    def require_prompt(self, messages: Messages, schemas: Schemas, text: str) -> None:
+        """Raises ValueError if a part of the messages or tools is missing from the text of their prompt."""
+        self._refuse(self._prompts.of(messages, schemas, text))
+
+    def require_told(self, messages: Messages, schemas: Schemas, text: str) -> None:
+        """The same for what follows the assistant's last turn, which `require_turn` has seen."""
+        self._refuse(self._contexts.of(messages, schemas, text))
+
+    def require_turn(self, messages: Messages, schemas: Schemas, text: str) -> None:
+        """Raises ValueError if a part of the last message is missing from the text of the turn."""
+        self._refuse(self._turns.of(messages, schemas, text))
+
+    def require_marked(self, messages: Messages, schemas: Schemas) -> None:
+        """Raises ValueError if a part of an assistant's message is not among what the template marks as its."""
+        self._refuse(self._marked.of(messages, schemas, self._learned(messages, schemas)))
+
+    def _learned(self, messages: Messages, schemas: Schemas) -> str:
+        marked = self._template.marked(messages, schemas)
+        assert marked is not None
+        return self._template.decode([token for token, learned in zip(*marked, strict=True) if learned])
+
+    def _refuse(self, left_out: Sequence[str]) -> None:
+        """Raises ValueError if there is something."""
+        if not left_out:
+            return
+        said = f"the chat template leaves out {'; '.join(left_out)}"
+        if tools := [name for name in left_out if name.startswith(TOOL)]:
+            probe = f"{TOOL} {PROBE_TOOL['function']['name']}"
+            named = ", ".join(name for name in tools if name != probe) or "tools in such a conversation"
+            raise ValueError(
+                f"the chat template leaves out {named}, so that the model would not know what it can call. Set "
+                "agent.tool_prompt, which puts tools into the system message (docs/chat.md), or name a template that "
+                "shows them in model.chat_template"
+            )
+        if self._writes_ids_for_names and any("the name of tool_calls" in name for name in left_out):
+            raise ValueError(
+                f"{said}. It writes ids in place of names: give calls ids such as functions.NAME:0, counted through "
+                "the conversation, and results the same as tool_call_id"
+            )
+        raise ValueError(f"{said}. Name a template that writes it in model.chat_template, or take it out of the data")
+
+    @cached_property
+    def _writes_ids_for_names(self) -> bool:
+        call = {"id": "id0word", "function": {"name": "name0word", "arguments": {"x": "y"}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = self._template.render([{"role": "user", "content": "q"}, turn], [PROBE_TOOL], generate=False)
+        return "id0word" in text and "name0word" not in text
+
+
+def _told(messages: Messages, schemas: Schemas, since: int = 0) -> list[Part]:
+    """What a prompt has to say: all but earlier thinking, which many templates drop as serving does."""
+    said = [_placed(number, part) for number in range(since, len(messages))
+            for part in said_parts(messages[number], thinking=False)]  # fmt: skip
+    return [*tool_parts(schemas or ()), *said]
+
+
+def _told_last(messages: Messages, schemas: Schemas) -> list[Part]:
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return _told(messages, schemas, since=turns[-1] + 1 if turns else 0)
+
+
+def _said(messages: Messages, schemas: Schemas) -> list[Part]:
+    """What all turns of the assistant say."""
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return [_placed(number, part) for number in turns for part in said_parts(messages[number])]
+
+
+def _placed(number: int, part: Part) -> Part:
+    return Part(name=f"messages[{number}]: {part.name}", values=part.values)
