@@ -93,6 +93,22 @@ class ChatFormat:
             text = self.template.render([_QUESTION], schemas, generate=True)
             self._whole.require_prompt([_QUESTION], schemas, text)
 
+    def require_ends(self) -> None:
+        """Raises ValueError if the template writes no stop token after an answer, so that no turn could follow."""
+        if self.answer_ends:
+            return
+        said_end, text = self._followed([], [_QUESTION], None)
+        reserved = self.template.reserved
+        written = next((token for token in self.template.encode(text[said_end:]) if token in reserved.values()), None)
+        stops = ", ".join(f"{self._stop_text(token)!r} ({token})" for token in self.stop_token_ids)
+        said = f"the chat template ends an answer with none of the tokens that end a turn, {stops}"
+        if written is None:
+            raise ValueError(f"{said}; name another template in model.chat_template")
+        raise ValueError(
+            f"{said}, but with {self._stop_text(written)!r}. Set agent.stop_token_ids: "
+            f"{[written, *self.stop_token_ids]}"
+        )
+
     def not_repeated(self, schemas: Schemas) -> list[str]:
         """What the template leaves out of earlier turns of an episode with these tools."""
         turn: dict[str, Any] = {**_ANSWER, "reasoning_content": "first thoughts"}

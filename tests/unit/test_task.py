@@ -95,12 +95,25 @@ def test_a_turn_stops_at_a_call_where_its_marker_is_one_token_and_there_are_tool
     assert stops(f"agent.stop_token_ids=[{tokenizer.pad_token_id},{end}]") == (tokenizer.pad_token_id, end, close)
 
 
-def test_stop_tokens_that_the_template_never_writes_after_a_call_are_refused_with_tools(model, tmp_path):
+OPEN_CALLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    '{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% else %}<|im_end|>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Writes no end of a turn after a call, as DeepSeek-V3's of December 2024"""
+
+
+def test_stop_tokens_that_the_template_never_writes_after_a_turn_are_refused(model, tmp_path):
     train = write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2})
     pad = f"agent.stop_token_ids=[{build_tokenizer().pad_token_id}]"
-    load_task(loaded(model, train, pad, "agent.tools=[]"), train=True, evaluate=False)
+    with pytest.raises(RecipeError, match=r"agent\.stop_token_ids: the chat template ends an answer with none"):
+        load_task(loaded(model, train, pad, "agent.tools=[]"), train=True, evaluate=False)
+    (tmp_path / "open.jinja").write_text(OPEN_CALLS)
+    template = f"model.chat_template={tmp_path / 'open.jinja'}"
+    load_task(loaded(model, train, template), train=True, evaluate=False)
     with pytest.raises(RecipeError, match="writes none of the tokens that end a turn after a tool call: "):
-        load_task(loaded(model, train, pad, "rollout.stop_at_tool_call=false"), train=True, evaluate=False)
+        load_task(loaded(model, train, template, "rollout.stop_at_tool_call=false"), train=True, evaluate=False)
     with pytest.raises(
         RecipeError, match=r"agent\.stop_token_ids: \[999999\]: names no token; the tokenizer's ids are 0 to \d+"
     ):
@@ -141,6 +154,10 @@ def test_a_line_that_the_chat_template_refuses_is_named(model, tmp_path):
     with pytest.raises(RecipeError, match=r"p\.jsonl:2: the chat template refuses it: this word"):
         load_task(loaded(model, prompts), train=True, evaluate=False)
     answer = {"role": "assistant", "content": "refuse"}
+    called = {**ANSWER, "tool_calls": [{"function": {"name": "calculator", "arguments": "{"}}]}
+    said_before = write(tmp_path / "p.jsonl", {"messages": [USER, called, USER], "label": 2})
+    with pytest.raises(RecipeError, match=r"p\.jsonl:1: arguments of calculator are no JSON"):
+        load_task(loaded(model, said_before), train=True, evaluate=False)
     conversations = write(tmp_path / "c.jsonl", {"messages": [USER, ANSWER]}, {"messages": [USER, answer]})
     with pytest.raises(RecipeError, match=r"c\.jsonl:2: messages\[1\]: the chat template refuses it: this word"):
         read_examples(loaded(model, conversations, command="sft"))

@@ -74,6 +74,7 @@ def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:
         key = "model.path" if given is None else "agent.stop_token_ids"
         stops = stop_token_ids(folder, tokenizer) if given is None else checked_stop_tokens(given, tokenizer)
         chat = ChatFormat(template, stops)
+        chat.require_ends()
     except OSError as error:
         raise RecipeError([loaded.problem(key, f"{error.filename}: {error.strerror}")]) from error
     except ValueError as error:
