@@ -4,25 +4,29 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from slimrl.agent.environment import Message, error_text
 from slimrl.agent.gateway.body import (
+    Body,
     Content,
     Count,
     Loose,
+    Object,
+    OtherTool,
     StopText,
-    Strict,
     TextPart,
-    Unused,
     assistant_message,
     call_of,
     function_schema,
+    judged,
+    own_tools,
     text_of,
 )
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.errors import anthropic_error, refused
 from slimrl.agent.gateway.events import named_event
+from slimrl.agent.gateway.fields import ANTHROPIC_MESSAGES
 from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import canonical
 
@@ -50,78 +54,62 @@ class ToolResult(Loose):
     is_error: bool | None = None
 
 
-class Turn(Strict):
-    role: Literal["user", "assistant"]
+class Turn(Object):
+    role: Literal["system", "user", "assistant"]
     content: str | list[Annotated[TextPart | ToolUse | ToolResult | Thinking, Field(discriminator="type")]]
 
 
-class Tool(Strict):
-    type: Literal["custom"] | None = None
+class Tool(Object):
+    type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
-    strict: bool | None = None
-    cache_control: Unused = None
 
 
-class ToolChoice(Strict):
-    type: Literal["auto", "none"]
-    disable_parallel_tool_use: bool | None = None
+AnyTool = Annotated[Annotated[Tool, Tag("tool")] | Annotated[OtherTool, Tag("other")], own_tools("custom", None)]
 
 
-class Body(Strict):
-    model: str
+class MessagesBody(Body):
     messages: list[Turn]
     max_tokens: Count
     system: Content | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    stop_sequences: list[StopText] | None = None
-    stream: bool | None = None
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    tools: list[AnyTool] = Field(default_factory=list)
+    stop_sequences: list[StopText] = Field(default_factory=list)
     thinking: dict[str, Any] | None = None
-
-    metadata: Unused = None
-    service_tier: Unused = None
-    cache_control: Unused = None
+    output_config: Object = Object()
 
     @property
     def shows_thinking(self) -> bool:
         return self.thinking is not None and self.thinking.get("type") != "disabled"
 
 
-def read(value: Mapping[str, Any]) -> tuple[Body, ChatRequest]:
+def read(value: Mapping[str, Any]) -> tuple[MessagesBody, ChatRequest]:
     """Raises ValidationError or ApiError."""
-    body = Body.model_validate(value)
+    body = MessagesBody.model_validate(value)
+    replaced, ignored = judged(body, ANTHROPIC_MESSAGES)
     messages = [] if body.system is None else [{"role": "system", "content": text_of(body.system)}]
     for number, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{number}]")
-    unshown = body.tool_choice is not None and body.tool_choice.type == "none"
     return body, ChatRequest(
         messages=canonical(messages),
-        tools=[]
-        if unshown
-        else [function_schema(one.name, one.description, one.input_schema) for one in body.tools or ()],
+        tools=[
+            function_schema(one.name, one.description, one.input_schema)
+            for one in body.tools
+            if body.shows_tools and isinstance(one, Tool)
+        ],
         max_tokens=body.max_tokens,
-        stop=tuple(body.stop_sequences or ()),
-        sampling={
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "thinking": body.thinking if body.shows_thinking else None,
-        },
+        stop=tuple(body.stop_sequences),
+        sampling=replaced,
+        ignored=ignored,
     )
 
 
-def answer(body: Body, reply: Reply) -> dict[str, Any]:
+def answer(body: MessagesBody, reply: Reply) -> dict[str, Any]:
     (turn,) = reply.turns
     return {**_head(body, reply), "content": _blocks(body, turn), **_ending(turn), "usage": _usage(reply)}
 
 
-def events(body: Body, reply: Reply) -> Iterator[bytes]:
+def events(body: MessagesBody, reply: Reply) -> Iterator[bytes]:
     """The answer as server-sent events."""
     (turn,) = reply.turns
     usage = _usage(reply)
@@ -143,12 +131,14 @@ def _messages(turn: Turn, where: str) -> list[Message]:
     text = "".join(block.text for block in blocks if isinstance(block, TextPart))
     uses = [block for block in blocks if isinstance(block, ToolUse)]
     results = [block for block in blocks if isinstance(block, ToolResult)]
-    if turn.role == "assistant":
-        if results:
-            raise refused(f"{where}: a tool_result is the user's")
-        return [assistant_message(text, [call_of(one.id, one.name, one.input, where) for one in uses])]
-    if uses:
+    if results and turn.role != "user":
+        raise refused(f"{where}: a tool_result is the user's")
+    if uses and turn.role != "assistant":
         raise refused(f"{where}: a tool_use is the assistant's")
+    if turn.role == "assistant":
+        return [assistant_message(text, [call_of(one.id, one.name, one.input, where) for one in uses])]
+    if turn.role == "system":
+        return [{"role": "system", "content": text}]
     told: list[Message] = [
         {"role": "tool", "tool_call_id": one.tool_use_id, "content": _result_text(one)} for one in results
     ]
@@ -162,7 +152,7 @@ def _result_text(result: ToolResult) -> str:
     return error_text(text) if result.is_error else text
 
 
-def _blocks(body: Body, turn: SampledTurn) -> list[dict[str, Any]]:
+def _blocks(body: MessagesBody, turn: SampledTurn) -> list[dict[str, Any]]:
     message, blocks = turn.said.message, []
     if body.shows_thinking and turn.said.reasoning is not None:
         blocks.append({"type": "thinking", "thinking": turn.said.reasoning, "signature": ""})
@@ -194,7 +184,7 @@ def _ending(turn: SampledTurn) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if turn.stop_text else "end_turn", "stop_sequence": turn.stop_text}
 
 
-def _head(body: Body, reply: Reply) -> dict[str, Any]:
+def _head(body: MessagesBody, reply: Reply) -> dict[str, Any]:
     return {
         "id": f"msg_{reply.id}",
         "type": "message",

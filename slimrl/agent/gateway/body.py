@@ -1,25 +1,56 @@
-"""What the bodies of all three APIs have in common: fields that are known, and no others."""
+"""What the bodies of all three APIs have in common, and what becomes of fields that change no answer."""
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import jsonschema
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.errors import refused
+from slimrl.agent.gateway.fields import Field as Judged
+from slimrl.agent.gateway.fields import Verdict
 from slimrl.data.jsonl import refuse_unwritable
 
 
-class Strict(BaseModel):
-    """An object of a request; a field that it does not name is refused."""
+class Object(BaseModel):
+    """An object of a request. A field that is null is absent; one that is not named here is left to `judged`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
-class Loose(BaseModel):
+class Loose(Object):
     """An object that clients send back with whatever an answer had besides."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class OtherTool(Loose):
+    """A tool of which the policy cannot be told, such as a search that the company's servers run"""
+
+    type: str
+
+
+def own_tools(*kinds: str | None) -> Discriminator:
+    """Tells `tool`, of one of these types, from `other`."""
+    return Discriminator(lambda value: "tool" if not isinstance(value, dict) or value.get("type") in kinds else "other")
+
+
+class Body(Object):
+    model: str
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = "auto"
+    stream: bool = False
+
+    @property
+    def shows_tools(self) -> bool:
+        kind = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
+        return bool(kind != "none")
 
 
 MAX_CHOICES = 128
@@ -40,8 +71,47 @@ class TextPart(Loose):
 Content = str | list[TextPart]
 Listed = Annotated[list[StopText], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """Texts, or a single one"""
-Unused = Any
-"""A field that does not concern what the policy says, such as the user's name"""
+
+
+UNKNOWN = "the gateway does not know it"
+NOT_SHOWN = "the policy is shown functions alone"
+
+
+def judged(body: Body, table: Mapping[str, Judged]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the run's settings replace, and why the rest is ignored that is; each by the field's path.
+
+    Raises:
+        ApiError: a field is refused.
+    """
+    replaced, ignored = dict[str, Any](), dict[str, str]()
+    for path, value, is_known in _given(body):
+        field = table.get(path)
+        if field is None:
+            ignored |= {} if is_known else {path: UNKNOWN}
+        elif field.is_absent(value):
+            continue
+        elif field.verdict is Verdict.refused:
+            raise refused(f"{path}: {field.reason}", "unsupported_parameter")
+        elif field.verdict is Verdict.runs:
+            replaced[path] = value
+        elif field.verdict is Verdict.ignored:
+            ignored[path] = field.reason
+    others = {one.type for one in body.tools if isinstance(one, OtherTool)}
+    return replaced, ignored | {f"tools[] of type {kind}": NOT_SHOWN for kind in sorted(others)}
+
+
+def _given(value: Any, path: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """The path and value of each field that a request has, and whether a model reads it."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _given(one, f"{path}[]")
+    elif isinstance(value, Object):
+        prefix = f"{path}." if path else ""
+        for name in value.model_fields_set - (value.model_extra or {}).keys():
+            yield f"{prefix}{name}", getattr(value, name), True
+            yield from _given(getattr(value, name), f"{prefix}{name}")
+        for name, one in (value.model_extra or {}).items():
+            yield f"{prefix}{name}", one, False
 
 
 def text_of(content: Content | None) -> str:

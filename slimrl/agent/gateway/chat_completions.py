@@ -4,27 +4,32 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.body import (
+    Body,
     Choices,
     Content,
     Count,
     Listed,
     Loose,
-    Strict,
+    Object,
+    OtherTool,
     assistant_message,
     call_of,
     function_schema,
+    judged,
+    own_tools,
     text_of,
 )
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply, token_logprobs
 from slimrl.agent.gateway.errors import openai_error
 from slimrl.agent.gateway.events import data_event
+from slimrl.agent.gateway.fields import CHAT_COMPLETIONS
 from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import canonical
-from slimrl.agent.gateway.openai_body import Called, Function, TextFormat, UnusedFields
+from slimrl.agent.gateway.openai_body import Called, Function
 
 PATH = "/v1/chat/completions"
 error_body = openai_error
@@ -36,7 +41,7 @@ class Call(Loose):
     function: Called
 
 
-class Told(Strict):
+class Told(Object):
     role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
@@ -49,80 +54,57 @@ class Said(Loose):
     tool_calls: list[Call] | None = None
 
 
-class Answered(Strict):
+class Answered(Object):
     role: Literal["tool"]
     content: Content
     tool_call_id: str | None = None
     name: str | None = None
 
 
-class Tool(Strict):
-    type: Literal["function"]
+class Tool(Object):
+    type: Literal["function"] = "function"
     function: Function
 
 
-class StreamOptions(Strict):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+class StreamOptions(Object):
+    include_usage: bool = False
 
 
-class Body(UnusedFields):
-    model: str
+AnyTool = Annotated[Annotated[Tool, Tag("tool")] | Annotated[OtherTool, Tag("other")], own_tools("function", None)]
+
+
+class ChatBody(Body):
     messages: list[Annotated[Told | Said | Answered, Field(discriminator="role")]]
-    tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
-    n: Choices | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    tools: list[AnyTool] = Field(default_factory=list)
+    n: Choices = 1
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    stop: Listed | None = None
-    logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
-    response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] | None = None
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    stop: Listed = Field(default_factory=list)
+    logprobs: bool = False
 
 
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "reasoning_effort", "verbosity",
-)  # fmt: skip
-"""Settings of which the run has its own"""
-
-
-def read(value: Mapping[str, Any]) -> tuple[Body, ChatRequest]:
+def read(value: Mapping[str, Any]) -> tuple[ChatBody, ChatRequest]:
     """Raises ValidationError or ApiError."""
-    body = Body.model_validate(value)
+    body = ChatBody.model_validate(value)
+    replaced, ignored = judged(body, CHAT_COMPLETIONS)
     limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
     return body, ChatRequest(
         messages=canonical([_message(one, f"messages[{number}]") for number, one in enumerate(body.messages)]),
-        tools=[]
-        if body.tool_choice == "none"
-        else [
+        tools=[
             function_schema(one.function.name, one.function.description, one.function.parameters)
-            for one in body.tools or ()
+            for one in body.tools
+            if body.shows_tools and isinstance(one, Tool)
         ],
-        n=body.n or 1,
+        n=body.n,
         max_tokens=min(limits, default=None),
-        stop=tuple(body.stop or ()),
-        sampling={name: getattr(body, name) for name in SAMPLING},
+        stop=tuple(body.stop),
+        sampling=replaced,
+        ignored=ignored,
     )
 
 
-def answer(body: Body, reply: Reply) -> dict[str, Any]:
+def answer(body: ChatBody, reply: Reply) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -135,7 +117,7 @@ def answer(body: Body, reply: Reply) -> dict[str, Any]:
     return {**_head(body, reply, "chat.completion"), "choices": choices, "usage": _usage(reply)}
 
 
-def events(body: Body, reply: Reply) -> Iterator[bytes]:
+def events(body: ChatBody, reply: Reply) -> Iterator[bytes]:
     """The answer as server-sent events."""
     head = _head(body, reply, "chat.completion.chunk")
 
@@ -156,7 +138,7 @@ def events(body: Body, reply: Reply) -> Iterator[bytes]:
             rest = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
             yield chunk(index, {"tool_calls": [rest]})
         yield chunk(index, {}, finish_reason=_finish(turn))
-    if body.stream_options and body.stream_options.include_usage:
+    if body.stream_options.include_usage:
         yield data_event({**head, "choices": [], "usage": _usage(reply)})
     yield b"data: [DONE]\n\n"
 
@@ -192,11 +174,11 @@ def _finish(turn: SampledTurn) -> str:
     return "tool_calls" if turn.said.message.get("tool_calls") else "stop"
 
 
-def _logprobs(body: Body, turn: SampledTurn, reply: Reply) -> dict[str, Any] | None:
+def _logprobs(body: ChatBody, turn: SampledTurn, reply: Reply) -> dict[str, Any] | None:
     return {"content": token_logprobs(turn, reply.chat), "refusal": None} if body.logprobs else None
 
 
-def _head(body: Body, reply: Reply, kind: str) -> dict[str, Any]:
+def _head(body: ChatBody, reply: Reply, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{reply.id}",
         "object": kind,

@@ -29,6 +29,8 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The client's sampling settings, by the names of its API"""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """Why fields of its body are ignored, by their paths"""
     num_bytes: int = 0
     """Of its body"""
 
@@ -40,9 +42,10 @@ class ChatRequest:
     def overridden(self, run: SamplingConfig) -> list[str]:
         """Names of the client's settings that the run's replace."""
         own = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
-        given = {name: value for name, value in self.sampling.items() if value is not None}
         replaced = [
-            name for name, value in given.items() if (value != own[name] if name in own else value not in NEUTRAL)
+            name
+            for name, value in self.sampling.items()
+            if (value != own[name] if name in own else isinstance(value, bool) or value not in NEUTRAL)
         ]
         more = self.max_tokens is not None and self.max_tokens > run.max_new_tokens
         return [*replaced, *(["max_tokens"] if more else [])]

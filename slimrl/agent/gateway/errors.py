@@ -30,13 +30,12 @@ def refused(message: str, code: str | None = None) -> ApiError:
 
 
 def refused_body(error: ValidationError) -> ApiError:
-    """A body with fields that are unknown, missing, or of another form."""
-    problems = []
-    for problem in error.errors(include_url=False, include_input=False):
-        where = ".".join(map(str, problem["loc"])) or "body"
-        unknown = problem["type"] == "extra_forbidden"
-        problems.append(f"{where}: {'is not supported' if unknown else problem['msg']}")
-    return refused("; ".join(problems[:3]), "unsupported_parameter" if "not supported" in problems[0] else None)
+    """A body with fields that are missing, or of another form."""
+    problems = [
+        f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}"
+        for problem in error.errors(include_url=False, include_input=False)
+    ]
+    return refused("; ".join(problems[:3]))
 
 
 OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 502: "server_error"}

@@ -1,8 +1,8 @@
 """What the bodies of OpenAI's two APIs, chat completions and responses, have in common."""
 
-from typing import Any, Literal
+from typing import Any
 
-from slimrl.agent.gateway.body import Loose, Strict, Unused
+from slimrl.agent.gateway.body import Loose, Object
 from slimrl.agent.gateway.errors import refused
 from slimrl.data.strict_json import strict_json
 
@@ -19,24 +19,9 @@ class Called(Loose):
             raise refused(f"{where}: the arguments of {self.name} are no JSON: {error}") from error
 
 
-class Function(Strict):
+class Function(Object):
     """A tool."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextFormat(Strict):
-    type: Literal["text"]
-
-
-class UnusedFields(Strict):
-    user: Unused = None
-    metadata: Unused = None
-    store: Unused = None
-    service_tier: Unused = None
-    safety_identifier: Unused = None
-    prompt_cache_key: Unused = None
-    prompt_cache_retention: Unused = None

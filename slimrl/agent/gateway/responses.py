@@ -6,27 +6,32 @@ Each request has the whole conversation; the gateway keeps no responses that a l
 import json
 from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, Tag, ValidationError
 
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.body import (
+    Body,
     Content,
     Count,
     Loose,
-    Strict,
+    Object,
+    OtherTool,
     assistant_message,
     call_of,
     function_schema,
+    judged,
+    own_tools,
     text_of,
 )
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply, token_logprobs
 from slimrl.agent.gateway.errors import openai_error, refused
 from slimrl.agent.gateway.events import named_event
+from slimrl.agent.gateway.fields import RESPONSES
 from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import canonical
-from slimrl.agent.gateway.openai_body import Called, Function, TextFormat, UnusedFields
+from slimrl.agent.gateway.openai_body import Called, Function
 
 PATH = "/v1/responses"
 error_body = openai_error
@@ -65,65 +70,48 @@ ITEMS: dict[str, type[Words | Call | Answered | Reasoning]] = {
 
 
 class Tool(Function):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
 
 
-class Text(Strict):
-    format: TextFormat | None = None
-    verbosity: str | None = None
+AnyTool = Annotated[Annotated[Tool, Tag("tool")] | Annotated[OtherTool, Tag("other")], own_tools("function", None)]
 
 
-class StreamOptions(Strict):
-    include_obfuscation: bool | None = None
-
-
-class Body(UnusedFields):
-    model: str
+class ResponsesBody(Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: list[AnyTool] = Field(default_factory=list)
+    parallel_tool_calls: bool = True
     max_output_tokens: Count | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: Literal[0] | None = None
-    text: Text | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
-
-    temperature: float | None = None
-    top_p: float | None = None
-    reasoning: dict[str, Any] | None = None
+    include: list[str] = Field(default_factory=list)
+    text: Object = Object()
+    metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-def read(value: Mapping[str, Any]) -> tuple[Body, ChatRequest]:
+def read(value: Mapping[str, Any]) -> tuple[ResponsesBody, ChatRequest]:
     """Raises ValidationError or ApiError."""
-    body = Body.model_validate(value)
+    body = ResponsesBody.model_validate(value)
+    replaced, ignored = judged(body, RESPONSES)
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
     return body, ChatRequest(
         messages=canonical(messages),
-        tools=[]
-        if body.tool_choice == "none"
-        else [function_schema(one.name, one.description, one.parameters) for one in body.tools or ()],
+        tools=[
+            function_schema(one.name, one.description, one.parameters)
+            for one in body.tools
+            if body.shows_tools and isinstance(one, Tool)
+        ],
         max_tokens=body.max_output_tokens,
-        sampling={
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "reasoning": body.reasoning,
-            "verbosity": body.text and body.text.verbosity,
-        },
+        sampling=replaced,
+        ignored=ignored,
     )
 
 
-def answer(body: Body, reply: Reply) -> dict[str, Any]:
+def answer(body: ResponsesBody, reply: Reply) -> dict[str, Any]:
     (turn,) = reply.turns
     return _response(body, reply, turn, _items(body, reply, turn), done=True)
 
 
-def events(body: Body, reply: Reply) -> Iterator[bytes]:
+def events(body: ResponsesBody, reply: Reply) -> Iterator[bytes]:
     """The answer as server-sent events."""
     (turn,) = reply.turns
     numbers = count()
@@ -196,7 +184,7 @@ def _item(value: dict[str, Any], where: str) -> Words | Call | Answered | Reason
         raise refused(f"{'.'.join([where, *map(str, problem['loc'])])}: {problem['msg']}") from error
 
 
-def _items(body: Body, reply: Reply, turn: SampledTurn) -> list[dict[str, Any]]:
+def _items(body: ResponsesBody, reply: Reply, turn: SampledTurn) -> list[dict[str, Any]]:
     message, items = turn.said.message, list[dict[str, Any]]()
     calls = message.get("tool_calls", [])
     status = "incomplete" if turn.is_cut_off else "completed"
@@ -204,7 +192,7 @@ def _items(body: Body, reply: Reply, turn: SampledTurn) -> list[dict[str, Any]]:
         thought = {"type": "reasoning_text", "text": turn.said.reasoning}
         items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]})
     if message["content"] or not calls:
-        logprobs = token_logprobs(turn, reply.chat) if LOGPROBS in (body.include or ()) else []
+        logprobs = token_logprobs(turn, reply.chat) if LOGPROBS in body.include else []
         part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
         items.append(
             {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": status, "content": [part]}
@@ -225,7 +213,7 @@ def _items(body: Body, reply: Reply, turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _response(
-    body: Body, reply: Reply, turn: SampledTurn, items: list[dict[str, Any]], *, done: bool
+    body: ResponsesBody, reply: Reply, turn: SampledTurn, items: list[dict[str, Any]], *, done: bool
 ) -> dict[str, Any]:
     cut_off = done and turn.is_cut_off
     status = "in_progress" if not done else "incomplete" if cut_off else "completed"
@@ -247,13 +235,13 @@ def _response(
         "instructions": body.instructions,
         "model": body.model,
         "output": items,
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "temperature": reply.sampling["temperature"],
         "top_p": reply.sampling["top_p"],
         "max_output_tokens": reply.sampling["max_tokens"],
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in body.tools or ()],
-        "metadata": body.metadata or {},
+        "tool_choice": body.tool_choice,
+        "tools": [tool.model_dump() for tool in body.tools if isinstance(tool, Tool)],
+        "metadata": body.metadata,
         "usage": usage if done else None,
         "slimrl": reply.note,
     }

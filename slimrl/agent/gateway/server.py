@@ -28,6 +28,7 @@ from slimrl.agent.gateway.json_body import json_body
 from slimrl.agent.gateway.listener import IDLE_S, Listener, is_ours
 from slimrl.agent.gateway.session import Session
 from slimrl.config.schema.agent import GatewayConfig
+from slimrl.data.visible import visible
 
 log = logging.getLogger(__name__)
 http_log = logging.getLogger(f"{__name__}.http")
@@ -41,6 +42,9 @@ LINGER_S = 1.0
 """How long what is left of a refused body is read, so that its client gets the answer"""
 LOGPROB_BYTES = 16
 """What a sampled token counts in the size of an answer, which may list each with its log-prob"""
+WARNED_CHARS, MOST_WARNED = 80, 200
+"""Bounds on the fields that a run warns of, since agents may name them as they like"""
+OVERRIDDEN = "the run's settings apply instead"
 RETRIES = "x-stainless-retry-count"
 """Header in which both companies' clients say how often they sent a request before"""
 
@@ -132,7 +136,7 @@ class GatewayServer:
             raise
         finally:
             session.num_open -= 1
-        self._warn(reply)
+        self._warn(asked, reply)
         try:
             size = asked.num_bytes + LOGPROB_BYTES * reply.num_sampled_tokens
             return await _deliver(api, request, body, reply, session, size)
@@ -188,11 +192,14 @@ class GatewayServer:
     async def _nothing(self, request: web.Request, session: Session) -> web.StreamResponse:
         raise ApiError(404, f"{request.method} {request.path}: the gateway has no such endpoint")
 
-    def _warn(self, reply: Reply) -> None:
-        """Say once of each setting that clients give it in vain."""
-        for name in set(reply.overridden) - self._warned:
-            self._warned.add(name)
-            log.warning("an agent asked for another %s; the run's sampling settings apply instead", name)
+    def _warn(self, asked: ChatRequest, reply: Reply) -> None:
+        """Say once of each field that clients give it in vain."""
+        reasons = dict.fromkeys(reply.overridden, OVERRIDDEN) | asked.ignored
+        for name, reason in reasons.items():
+            shown = visible(name)[:WARNED_CHARS]
+            if shown not in self._warned and len(self._warned) < MOST_WARNED:
+                self._warned.add(shown)
+                log.warning("agents send %s in vain: %s", shown, reason)
 
 
 async def _deliver(
