@@ -22,6 +22,7 @@ import jsonschema
 from referencing import Registry
 
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.agent.schema_draft import draft_of
 from slimrl.data.jsonl import refuse_unwritable
 
 NOT_OPENED, NOT_CLOSED = "malformed tool call: nothing opened it", "malformed tool call: not closed"
@@ -116,18 +117,15 @@ class SGLangParser:
         self._name = name
         self._sglang = _function_calls()
         self._tools = [self._sglang.Tool(**schema) for schema in schemas]
-        self._parameters = {
-            # With a registry of its own, since by default it downloads what a schema refers to.
-            schema["function"]["name"]: jsonschema.Draft202012Validator(
-                schema["function"].get("parameters") or {}, registry=Registry()
-            )
-            for schema in schemas
-        }
-        for name_of_tool, validator in self._parameters.items():
+        self._parameters = {}
+        for function in (schema["function"] for schema in schemas):
+            parameters = function.get("parameters") or {}
             try:
-                validator.check_schema(validator.schema)
-            except jsonschema.SchemaError as error:
-                raise ValueError(f"the parameters of {name_of_tool} are no JSON schema: {error.message}") from error
+                draft = draft_of(parameters)
+            except ValueError as error:
+                raise ValueError(f"the parameters of {function['name']} are no JSON schema: {error}") from error
+            # With a registry of its own, since by default it downloads what a schema refers to.
+            self._parameters[function["name"]] = draft(parameters, registry=Registry())
         try:
             self._parser()
         except ValueError as error:

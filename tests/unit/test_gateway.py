@@ -370,6 +370,46 @@ async def test_a_bad_request_gets_its_reason(body: dict[str, Any], reason: str):
     assert trajectory.metadata["gateway"]["refused"] == 1
 
 
+DRAFT_7, DRAFT_4 = "http://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-04/schema#"
+PAIR = {"type": "array", "items": [{"type": "integer"}, {"type": "string"}]}
+ABOVE_0 = {"type": "number", "minimum": 0, "exclusiveMinimum": True}
+
+
+@pytest.mark.parametrize(
+    ("head", "schema", "fits", "breaks"),
+    [
+        ({"$schema": DRAFT_7}, PAIR, [1, "a"], ["a", 1]),
+        ({}, PAIR, [1, "a"], ["a", 1]),
+        ({"$schema": DRAFT_4}, ABOVE_0, 0.5, 0),
+        ({}, ABOVE_0, 0.5, 0),
+        ({"$schema": "urn:none"}, {"exclusiveMinimum": 0}, 1, 0),
+        ({"$schema": 7}, {"type": "array", "prefixItems": [{"type": "integer"}]}, [1], ["a"]),
+    ],
+)
+async def test_a_tool_is_judged_by_the_draft_that_its_schema_is_written_in(
+    head: dict[str, Any], schema: Any, fits: Any, breaks: Any
+):
+    """A call that fits it is a call, and one that does not is text."""
+    tool = tool_with({**head, "type": "object", "properties": {"x": schema}})
+
+    async def act(post: Post) -> None:
+        assert "tool_calls" in await chat(post, QUESTION, tools=[tool])
+        assert "tool_calls" not in await chat(post, QUESTION, tools=[tool])
+
+    calls = [json.dumps({"name": "calculator", "arguments": {"x": value}}) for value in (fits, breaks)]
+    await asked(ScriptedEngine([f"<tool_call>\n{call}\n</tool_call>" for call in calls]), act)
+
+
+async def test_a_schema_of_another_draft_than_it_names_is_refused():
+    async def act(post: Post) -> None:
+        tool = tool_with({"$schema": DRAFT_7, "properties": {"x": ABOVE_0}})
+        answer = await post(messages=[QUESTION], tools=[tool])
+        assert (answer.status_code, "the parameters of calculator are no JSON schema" in answer.text) == (400, True)
+        await chat(post, QUESTION)
+
+    await asked(ScriptedEngine([ANSWER]), act)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [

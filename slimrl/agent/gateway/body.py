@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import jsonschema
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.errors import refused
 from slimrl.agent.gateway.fields import Field as Judged
 from slimrl.agent.gateway.fields import Verdict
+from slimrl.agent.schema_draft import draft_of
 from slimrl.data.jsonl import refuse_unwritable
 
 
@@ -123,9 +123,9 @@ def text_of(content: Content | None) -> str:
 def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """A tool as chat templates take it; raises ApiError if its parameters are no JSON schema."""
     try:
-        jsonschema.Draft202012Validator.check_schema(parameters or {})
-    except jsonschema.SchemaError as error:
-        raise refused(f"tools: the parameters of {name} are no JSON schema: {error.message}") from error
+        draft_of(parameters or {})
+    except ValueError as error:
+        raise refused(f"tools: the parameters of {name} are no JSON schema: {error}") from error
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
