@@ -636,11 +636,11 @@ def test_the_same_schema_is_shown_whichever_api_brings_it():
     from slimrl.agent.gateway import anthropic_messages, chat_completions, responses
 
     tool = {"name": "calculator", "description": "Evaluate arithmetic."}
-    _, chat_request = chat_completions.read({"model": "m", "messages": [QUESTION], "tools": [TOOL]})
+    _, chat_request = chat_completions.read({"model": "m", "messages": [QUESTION], "tools": [TOOL]}, {})
     body = {"model": "m", "input": [QUESTION], "tools": [{"type": "function", **tool, "parameters": PARAMETERS}]}
-    _, responses_request = responses.read(body)
+    _, responses_request = responses.read(body, {})
     body = {"model": "m", "messages": [QUESTION], "max_tokens": 5, "tools": [{**tool, "input_schema": PARAMETERS}]}
-    _, messages_request = anthropic_messages.read(body)
+    _, messages_request = anthropic_messages.read(body, {})
     shown = [json.dumps(list(one.tools)) for one in (chat_request, responses_request, messages_request)]
     assert set(shown) == {json.dumps([TOOL])}
     assert CHAT.prompt(list(chat_request.messages), list(chat_request.tools)).tokens

@@ -63,15 +63,15 @@ def test_every_field_that_the_companies_clients_send_is_judged(table: Any, param
 @pytest.mark.parametrize(("api", "path"), JUDGED)
 def test_a_field_does_what_its_verdict_says(api: str, path: str):
     module, table, body = APIS[api]
-    _, plain = module.read({"model": "m", **body})
+    _, plain = module.read({"model": "m", **body}, {})
     given = put(body, path, {"type": "made up"})
     if table[path].verdict is Verdict.refused:
         with pytest.raises(ApiError) as caught:
-            module.read(given)
+            module.read(given, {})
         assert (caught.value.status, caught.value.code) == (400, "unsupported_parameter")
         assert caught.value.message == f"{path}: {table[path].reason}"
         return
-    _, request = module.read(given)
+    _, request = module.read(given, {})
     assert (request.key, request.max_tokens, request.stop) == (plain.key, plain.max_tokens, plain.stop)
     assert list(request.sampling) == ([path] if table[path].verdict is Verdict.runs else [])
     assert list(request.ignored) == ([path] if table[path].verdict is Verdict.ignored else [])
@@ -80,14 +80,14 @@ def test_a_field_does_what_its_verdict_says(api: str, path: str):
 @pytest.mark.parametrize("api", APIS)
 def test_a_field_that_is_null_or_asks_for_nothing_is_absent(api: str):
     module, table, body = APIS[api]
-    _, plain = module.read({"model": "m", **body})
+    _, plain = module.read({"model": "m", **body}, {})
     for path, field in table.items():
         for value in (None, *field.asks_nothing):
             if path in ("model", *body):
                 continue
-            forms = [value, {"type": value}] if path in ("tool_choice", "response_format") and value else [value]
-            for form in forms:
-                _, request = module.read(put(body, path, form))
+            plain_form = [] if path == "thinking" and value else [value]
+            for form in [*plain_form, *([{"type": value}] if isinstance(value, str) else [])]:
+                _, request = module.read(put(body, path, form), {})
                 assert (request.sampling, request.ignored) == ({}, {}), path
                 assert request.tools == ([] if value == "none" and path == "tool_choice" else plain.tools)
 
@@ -95,9 +95,9 @@ def test_a_field_that_is_null_or_asks_for_nothing_is_absent(api: str):
 @pytest.mark.parametrize("kind", ["web_search", "namespace", "mcp", "bash_20250124", "x" * 900])
 def test_a_tool_of_another_kind_is_not_shown(kind: str):
     for module, _, body in APIS.values():
-        _, plain = module.read({"model": "m", **body})
+        _, plain = module.read({"model": "m", **body}, {})
         others = [{"type": kind, "name": "w", "tools": [{}]}, *body["tools"], {"type": kind, "max_uses": 8}]
-        _, request = module.read({"model": "m", **body, "tools": others})
+        _, request = module.read({"model": "m", **body, "tools": others}, {})
         assert request.tools == plain.tools
         assert list(request.ignored) == [f"tools[] of type {kind}"]
 

@@ -30,7 +30,8 @@ from slimrl.agent.gateway.fields import ANTHROPIC_MESSAGES
 from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import canonical
 
-PATH = "/v1/messages"
+PATH = "/messages"
+COUNT_PATH = "/messages/count_tokens"
 error_body = anthropic_error
 
 
@@ -83,7 +84,7 @@ class MessagesBody(Body):
         return self.thinking is not None and self.thinking.get("type") != "disabled"
 
 
-def read(value: Mapping[str, Any]) -> tuple[MessagesBody, ChatRequest]:
+def read(value: Mapping[str, Any], replies: Mapping[str, Reply]) -> tuple[MessagesBody, ChatRequest]:
     """Raises ValidationError or ApiError."""
     body = MessagesBody.model_validate(value)
     replaced, ignored = judged(body, ANTHROPIC_MESSAGES)

@@ -107,7 +107,7 @@ def _given(value: Any, path: str = "") -> Iterator[tuple[str, Any, bool]]:
             yield from _given(one, f"{path}[]")
     elif isinstance(value, Object):
         prefix = f"{path}." if path else ""
-        for name in value.model_fields_set - (value.model_extra or {}).keys():
+        for name in filter(value.model_fields_set.__contains__, type(value).model_fields):
             yield f"{prefix}{name}", getattr(value, name), True
             yield from _given(getattr(value, name), f"{prefix}{name}")
         for name, one in (value.model_extra or {}).items():

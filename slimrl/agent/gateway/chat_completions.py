@@ -31,7 +31,7 @@ from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import canonical
 from slimrl.agent.gateway.openai_body import Called, Function
 
-PATH = "/v1/chat/completions"
+PATH = "/chat/completions"
 error_body = openai_error
 
 
@@ -84,7 +84,7 @@ class ChatBody(Body):
     logprobs: bool = False
 
 
-def read(value: Mapping[str, Any]) -> tuple[ChatBody, ChatRequest]:
+def read(value: Mapping[str, Any], replies: Mapping[str, Reply]) -> tuple[ChatBody, ChatRequest]:
     """Raises ValidationError or ApiError."""
     body = ChatBody.model_validate(value)
     replaced, ignored = judged(body, CHAT_COMPLETIONS)

@@ -29,6 +29,8 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The client's sampling settings, by the names of its API"""
+    has_instructions: bool = False
+    """Its first message is an instruction that a request which goes on from its answer does not take over"""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Why fields of its body are ignored, by their paths"""
     num_bytes: int = 0
@@ -61,6 +63,8 @@ class Reply:
     """The run's settings, which were used"""
     overridden: Sequence[str]
     """The client's settings, which were not"""
+    has_instructions: bool = False
+    """As of its request"""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 

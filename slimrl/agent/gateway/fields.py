@@ -90,14 +90,14 @@ CHAT_COMPLETIONS = _table(
 )
 RESPONSES = _table(
     _OPENAI,
-    _fields(_READ, "input instructions include max_output_tokens text"),
+    _fields(_READ, "input instructions include max_output_tokens text previous_response_id"),
     _fields(_RUNS, "text.verbosity"),
     _fields(_UNUSED, "stream_options max_tool_calls tools[].strict"),
     _fields(_IGNORED, "text.format", _FREE, ("text",)),
     _fields(_IGNORED, "truncation", _WHOLE, ("disabled",)),
     _fields(_IGNORED, "context_management", _WHOLE),
     _fields(_REFUSED, "background", "a response is given on the request's own connection", (False,)),
-    _fields(_REFUSED, "conversation previous_response_id", _NO_MEMORY),
+    _fields(_REFUSED, "conversation", _NO_MEMORY),
     _fields(_REFUSED, "prompt", "the gateway has no prompts that OpenAI keeps. Send the messages."),
 )
 ANTHROPIC_MESSAGES = _table(

@@ -1,6 +1,6 @@
 """OpenAI's responses: https://platform.openai.com/docs/api-reference/responses
 
-Each request has the whole conversation; the gateway keeps no responses that a later one could name.
+A request may name an earlier answer of its trajectory, or items of one, in the place of its messages.
 """
 
 import json
@@ -33,7 +33,7 @@ from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import canonical
 from slimrl.agent.gateway.openai_body import Called, Function
 
-PATH = "/v1/responses"
+PATH = "/responses"
 error_body = openai_error
 LOGPROBS = "message.output_text.logprobs"
 
@@ -61,11 +61,20 @@ class Reasoning(Loose):
     type: Literal["reasoning"]
 
 
-ITEMS: dict[str, type[Words | Call | Answered | Reasoning]] = {
+class Reference(Loose):
+    """To an item of an earlier answer"""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+Item = Words | Call | Answered | Reasoning | Reference
+ITEMS: dict[str, type[Item]] = {
     "message": Words,
     "function_call": Call,
     "function_call_output": Answered,
     "reasoning": Reasoning,
+    "item_reference": Reference,
 }
 
 
@@ -78,21 +87,32 @@ AnyTool = Annotated[Annotated[Tool, Tag("tool")] | Annotated[OtherTool, Tag("oth
 
 class ResponsesBody(Body):
     input: str | list[dict[str, Any]]
+    previous_response_id: str | None = None
     instructions: str | None = None
     tools: list[AnyTool] = Field(default_factory=list)
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: Any = True
     max_output_tokens: Count | None = None
     include: list[str] = Field(default_factory=list)
     text: Object = Object()
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-def read(value: Mapping[str, Any]) -> tuple[ResponsesBody, ChatRequest]:
-    """Raises ValidationError or ApiError."""
+def read(value: Mapping[str, Any], replies: Mapping[str, Reply]) -> tuple[ResponsesBody, ChatRequest]:
+    """
+    Args:
+        replies: of the trajectory so far, by their ids.
+
+    Raises:
+        ValidationError, ApiError: the body is refused.
+    """
     body = ResponsesBody.model_validate(value)
     replaced, ignored = judged(body, RESPONSES)
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
+    messages += _before(body.previous_response_id, replies)
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        messages += _messages(body.input, replies)
     return body, ChatRequest(
         messages=canonical(messages),
         tools=[
@@ -102,13 +122,14 @@ def read(value: Mapping[str, Any]) -> tuple[ResponsesBody, ChatRequest]:
         ],
         max_tokens=body.max_output_tokens,
         sampling=replaced,
+        has_instructions=body.instructions is not None,
         ignored=ignored,
     )
 
 
 def answer(body: ResponsesBody, reply: Reply) -> dict[str, Any]:
     (turn,) = reply.turns
-    return _response(body, reply, turn, _items(body, reply, turn), done=True)
+    return _response(body, reply, turn, _items(reply, turn, logprobs=LOGPROBS in body.include), done=True)
 
 
 def events(body: ResponsesBody, reply: Reply) -> Iterator[bytes]:
@@ -122,7 +143,7 @@ def events(body: ResponsesBody, reply: Reply) -> Iterator[bytes]:
     begun = _response(body, reply, turn, [], done=False)
     yield event("created", response=begun)
     yield event("in_progress", response=begun)
-    items = _items(body, reply, turn)
+    items = _items(reply, turn, logprobs=LOGPROBS in body.include)
     for index, item in enumerate(items):
         place = {"output_index": index, "item_id": item["id"]}
         match item["type"]:
@@ -151,12 +172,34 @@ def _text_events(event: Any, place: dict[str, Any], part: dict[str, Any]) -> Ite
     yield event("content_part.done", **inside, part=part)
 
 
-def _messages(items: list[dict[str, Any]]) -> list[Message]:
+def _before(name: str | None, replies: Mapping[str, Reply]) -> list[Message]:
+    """The conversation up to an earlier answer, without the instructions that its request had."""
+    if name is None:
+        return []
+    reply = replies.get(name.removeprefix("resp_"))
+    if reply is None:
+        raise refused(f"previous_response_id: this trajectory has no response {name}", "previous_response_not_found")
+    messages = reply.turns[0].messages
+    return messages[1:] if reply.has_instructions else messages
+
+
+def _referred(item_id: str, where: str, replies: Mapping[str, Reply]) -> dict[str, Any]:
+    """The item of an earlier answer."""
+    reply = replies.get(item_id.partition("_")[2].partition("_")[0])
+    for item in _items(reply, reply.turns[0], logprobs=False) if reply else ():
+        if item["id"] == item_id:
+            return item
+    raise refused(f"{where}: this trajectory has no item {item_id}. Send the item.")
+
+
+def _messages(items: list[dict[str, Any]], replies: Mapping[str, Reply]) -> list[Message]:
     """The conversation; an assistant's words and the calls after them are one message."""
     messages: list[Message] = []
     for number, value in enumerate(items):
         where = f"input[{number}]"
         item = _item(value, where)
+        if isinstance(item, Reference):
+            item = _item(_referred(item.id, where, replies), where)
         match item:
             case Words(role="assistant"):
                 messages.append(assistant_message(text_of(item.content), []))
@@ -173,18 +216,18 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-def _item(value: dict[str, Any], where: str) -> Words | Call | Answered | Reasoning:
-    kind = value.get("type", "message")
-    if kind not in ITEMS:
+def _item(value: dict[str, Any], where: str) -> Item:
+    kind = value.get("type") or ("item_reference" if value.keys() <= {"type", "id"} else "message")
+    if not isinstance(kind, str) or kind not in ITEMS:
         raise refused(f"{where}: items of type {kind!r} are not supported", "unsupported_parameter")
     try:
-        return ITEMS[kind].model_validate(value)
+        return ITEMS[kind].model_validate({**value, "type": kind})
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise refused(f"{'.'.join([where, *map(str, problem['loc'])])}: {problem['msg']}") from error
 
 
-def _items(body: ResponsesBody, reply: Reply, turn: SampledTurn) -> list[dict[str, Any]]:
+def _items(reply: Reply, turn: SampledTurn, *, logprobs: bool) -> list[dict[str, Any]]:
     message, items = turn.said.message, list[dict[str, Any]]()
     calls = message.get("tool_calls", [])
     status = "incomplete" if turn.is_cut_off else "completed"
@@ -192,8 +235,8 @@ def _items(body: ResponsesBody, reply: Reply, turn: SampledTurn) -> list[dict[st
         thought = {"type": "reasoning_text", "text": turn.said.reasoning}
         items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]})
     if message["content"] or not calls:
-        logprobs = token_logprobs(turn, reply.chat) if LOGPROBS in body.include else []
-        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
+        listed = token_logprobs(turn, reply.chat) if logprobs else []
+        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": listed}
         items.append(
             {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": status, "content": [part]}
         )
@@ -238,6 +281,7 @@ def _response(
         "parallel_tool_calls": body.parallel_tool_calls,
         "temperature": reply.sampling["temperature"],
         "top_p": reply.sampling["top_p"],
+        "previous_response_id": body.previous_response_id,
         "max_output_tokens": reply.sampling["max_tokens"],
         "tool_choice": body.tool_choice,
         "tools": [tool.model_dump() for tool in body.tools if isinstance(tool, Tool)],

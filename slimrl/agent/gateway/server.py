@@ -26,6 +26,7 @@ from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused, refused_body
 from slimrl.agent.gateway.json_body import json_body
 from slimrl.agent.gateway.listener import IDLE_S, Listener, is_ours
+from slimrl.agent.gateway.messages import escaped
 from slimrl.agent.gateway.session import Session
 from slimrl.config.schema.agent import GatewayConfig
 from slimrl.data.visible import visible
@@ -35,8 +36,10 @@ http_log = logging.getLogger(f"{__name__}.http")
 http_log.addFilter(is_ours)
 
 APIS = (chat_completions, responses, anthropic_messages)
+PREFIXES = ("/v1", "")
+"""Of the paths: some clients want the version in the base address, and some leave it out."""
 MODEL = "policy"
-"""Name of the model for clients that look; a request may name any."""
+"""Name of the model for clients that list them; a request may name any."""
 JSON = "application/json"
 LINGER_S = 1.0
 """How long what is left of a refused body is read, so that its client gets the answer"""
@@ -61,10 +64,15 @@ class GatewayServer:
         self._warned: set[str] = set()
         self.aside = Aside()
         app = web.Application(client_max_size=config.max_body_bytes)
-        for api in APIS:
-            app.router.add_post(f"/{{session}}{api.PATH}", partial(self._safely, partial(self._sample, api), api))
-        for method, path, handler in (("GET", "/v1/models", self._models), ("POST", "/reward", self._reward)):
-            app.router.add_route(method, f"/{{session}}{path}", partial(self._safely, handler, chat_completions))
+        for prefix in PREFIXES:
+            base = f"/{{session}}{prefix}"
+            for api in APIS:
+                app.router.add_post(f"{base}{api.PATH}", partial(self._safely, partial(self._sample, api), api))
+            count = partial(self._safely, self._count_tokens, anthropic_messages)
+            app.router.add_post(f"{base}{anthropic_messages.COUNT_PATH}", count)
+            app.router.add_get(f"{base}/models", partial(self._safely, self._models, chat_completions))
+            app.router.add_get(f"{base}/models/{{name:.+}}", partial(self._safely, self._model, chat_completions))
+        app.router.add_post("/{session}/reward", partial(self._safely, self._reward, chat_completions))
         app.router.add_route("*", "/{session}/{rest:.*}", partial(self._safely, self._nothing, chat_completions))
         self._runner = web.AppRunner(
             app,
@@ -133,6 +141,8 @@ class GatewayServer:
             reply = await session.answer(asked, is_retry=request.headers.get(RETRIES, "0") != "0")
         except (ApiError, ValidationError) as error:
             session.counts.refused += not (isinstance(error, ApiError) and error.status >= 500)
+            if isinstance(error, BudgetSpent):
+                session.spent = error
             raise
         finally:
             session.num_open -= 1
@@ -144,7 +154,18 @@ class GatewayServer:
             session.take_back(reply)
             raise
 
-    async def _asked(self, api: ModuleType, request: web.Request, session: Session) -> tuple[Any, ChatRequest]:
+    async def _count_tokens(self, request: web.Request, session: Session) -> web.StreamResponse:
+        session.num_open += 1
+        try:
+            # A count has no limit of an answer's tokens.
+            _, asked = await self._asked(anthropic_messages, request, session, max_tokens=1)
+            return web.json_response({"input_tokens": await session.num_tokens(asked)})
+        finally:
+            session.num_open -= 1
+
+    async def _asked(
+        self, api: ModuleType, request: web.Request, session: Session, **defaults: Any
+    ) -> tuple[Any, ChatRequest]:
         # A retry may come while its first attempt is under way.
         most = 2 * self._config.max_concurrent_requests
         if session.num_open > most:
@@ -152,16 +173,12 @@ class GatewayServer:
         raw = await self._raw(request)
 
         def read() -> tuple[Any, ChatRequest]:
-            body, asked = api.read(json_body(raw, session.max_tokens))
-            asked = replace(asked, num_bytes=len(raw))
+            body, asked = api.read({**defaults, **json_body(raw, session.max_tokens)}, session.replies)
+            asked = replace(asked, messages=escaped(asked.messages, session.chat), num_bytes=len(raw))
             assert asked.key
             return body, asked
 
-        try:
-            return await session.compute(read, len(raw))
-        except BudgetSpent as spent:
-            session.spent = spent
-            raise
+        return await session.compute(read, len(raw))
 
     async def _raw(self, request: web.Request) -> bytes:
         """A body's bytes."""
@@ -180,8 +197,11 @@ class GatewayServer:
             raise ApiError(408, f"the body took longer than {self._config.body_timeout_s:g} s") from error
 
     async def _models(self, request: web.Request, session: Session) -> web.StreamResponse:
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "slimrl"}
-        return web.json_response({"object": "list", "data": [model]})
+        ends = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return web.json_response({"object": "list", "data": [_model_named(MODEL)], **ends})
+
+    async def _model(self, request: web.Request, session: Session) -> web.StreamResponse:
+        return web.json_response(_model_named(request.match_info["name"]))
 
     async def _reward(self, request: web.Request, session: Session) -> web.StreamResponse:
         raw = await self._raw(request)
@@ -200,6 +220,12 @@ class GatewayServer:
             if shown not in self._warned and len(self._warned) < MOST_WARNED:
                 self._warned.add(shown)
                 log.warning("agents send %s in vain: %s", shown, reason)
+
+
+def _model_named(name: str) -> dict[str, Any]:
+    """A model as both companies describe theirs."""
+    of_openai = {"id": name, "object": "model", "created": 0, "owned_by": "slimrl"}
+    return {**of_openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 async def _deliver(

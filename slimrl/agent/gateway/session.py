@@ -23,10 +23,10 @@ from slimrl.agent.gateway.aside import Aside
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused
 from slimrl.agent.gateway.history import History, SampledTurn
-from slimrl.agent.gateway.messages import escaped, history_key
+from slimrl.agent.gateway.messages import history_key
 from slimrl.agent.said_turn import read_turn
 from slimrl.agent.turn_request import TurnRequests
-from slimrl.chat.chat_format import CallName, Context
+from slimrl.chat.chat_format import CallName, ChatFormat, Context
 from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.data.engine import Engine, EngineError, GenerateResult
 from slimrl.data.trajectory import Status
@@ -101,6 +101,8 @@ class Session:
         self._turnstile = asyncio.Semaphore(1 if one_at_a_time else agent.gateway.max_concurrent_requests)
         self.history = History()
         self.counts = Counts()
+        self.replies: dict[str, Reply] = {}
+        """Those that later requests may name"""
         self.posted_reward: float | None = None
         self.spent: BudgetSpent | None = None
         """Why a request was refused for a limit of the run"""
@@ -155,7 +157,17 @@ class Session:
             self._end(task)
             if exchange.reply is None and self._exchanges.get(whole) is exchange:
                 del self._exchanges[whole]
+        self.replies[exchange.reply.id] = exchange.reply
         return exchange.reply
+
+    async def num_tokens(self, request: ChatRequest) -> int:
+        """Of the context after which the policy would answer a request. Raises ApiError."""
+        self._admit()
+        return len((await self.compute(lambda: self._context(request), request.num_bytes)).tokens)
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self._dialogues.chat
 
     @property
     def max_tokens(self) -> int:
@@ -171,6 +183,7 @@ class Session:
         if self.history.take_back(reply.turns):
             self.counts.abandoned += 1
             self._num_taken -= len(reply.turns)
+            self.replies.pop(reply.id, None)
             for turn in reply.turns:
                 self._samples[turn.asked].discard(turn.number)
             for whole in [whole for whole, one in self._exchanges.items() if one.reply is reply]:
@@ -221,15 +234,11 @@ class Session:
     async def _sampled(self, request: ChatRequest, key: bytes) -> Reply:
         context = await self.compute(lambda: self._context(request), request.num_bytes)
         limit = self.max_tokens
-        try:
-            if len(context.tokens) >= limit:
-                said = f"this model's maximum context length is {limit} tokens, and the messages have"
-                raise BudgetSpent(f"{said} {len(context.tokens)}", code="context_length_exceeded")
-            if self._num_taken + request.n > (most := self._requests.rollout.max_turns):
-                raise BudgetSpent(f"the trajectory has no turns left of {most}", code="max_turns_exceeded")
-        except BudgetSpent as spent:
-            self.spent = spent
-            raise
+        if len(context.tokens) >= limit:
+            said = f"this model's maximum context length is {limit} tokens, and the messages have"
+            raise BudgetSpent(f"{said} {len(context.tokens)}", code="context_length_exceeded")
+        if self._num_taken + request.n > (most := self._requests.rollout.max_turns):
+            raise BudgetSpent(f"the trajectory has no turns left of {most}", code="max_turns_exceeded")
         run = self._requests.sampling
         room = limit - len(context.tokens)
         most = min(run.max_new_tokens, room, request.max_tokens or run.max_new_tokens)
@@ -246,7 +255,13 @@ class Session:
                 self._num_taken -= request.n
         self.history.add(turns)
         used = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k, "max_tokens": most}
-        return Reply(turns=turns, chat=self._dialogues.chat, sampling=used, overridden=request.overridden(run))
+        return Reply(
+            turns=turns,
+            chat=self.chat,
+            sampling=used,
+            overridden=request.overridden(run),
+            has_instructions=request.has_instructions,
+        )
 
     async def _gathered(self, turns: Sequence[Any]) -> list[SampledTurn]:
         """All turns or none: what one of them raises ends the others."""
@@ -262,11 +277,10 @@ class Session:
             dialogue = self._dialogues.of(request.tools)
         except (ValueError, TypeError, LookupError) as error:
             raise refused(f"tools: {error}") from error
-        messages = escaped(request.messages, dialogue.chat)
+        messages = request.messages
         last = max((number for number, one in enumerate(messages) if one["role"] == "assistant"), default=None)
         if last is not None:
-            said = request.messages[: last + 1]
-            parent = self.history.find(history_key(request.tools, said))
+            parent = self.history.find(history_key(request.tools, messages[: last + 1]))
             if parent is not None and (after := self._followed(parent, messages[last + 1 :], dialogue)) is not None:
                 return after
         try:
@@ -275,11 +289,11 @@ class Session:
             raise refused(f"messages: {error}") from error
         return _root(dialogue, messages, written)
 
-    def _followed(self, parent: SampledTurn, told: list[Message], dialogue: Dialogue) -> _Context | None:
+    def _followed(self, parent: SampledTurn, messages: Sequence[Message], dialogue: Dialogue) -> _Context | None:
         """The context after a sampled turn; None if its tokens cannot be gone on from."""
         calls = () if parent.said.is_malformed else parent.said.calls
-        for message, call in zip(told, calls, strict=False):
-            message["tool_call_id"] = call.id
+        answers = [{**one, "tool_call_id": call.id} for one, call in zip(messages, calls, strict=False)]
+        told = [*answers, *messages[len(answers) :]]
         before = parent.tokens
         try:
             if self._agent.history is HistoryMode.template:
