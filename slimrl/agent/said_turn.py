@@ -13,7 +13,7 @@ from slimrl.chat.thinking import split_thinking
 @dataclass(frozen=True, kw_only=True)
 class SaidTurn:
     text: str
-    """Without thinking and calls; the whole answer if a call is malformed"""
+    """Without thinking and calls; the whole answer, without blanks around it, if a call is malformed"""
     reasoning: str | None
     """Its thinking, if there is any"""
     calls: tuple[ToolCall | MalformedCall, ...]
@@ -72,7 +72,7 @@ async def read_turn(
     calls = tuple(replace(call, id=call.id or f"call_{num_calls + number}") for number, call in enumerate(parsed.calls))
     malformed = any(isinstance(call, MalformedCall) for call in calls)
     return SaidTurn(
-        text=thought.answer if malformed else parsed.content,
+        text=thought.answer.strip() if malformed else parsed.content,
         reasoning=thought.thinking,
         calls=calls,
         can_be_answered=last in (dialogue.call_ends if calls else chat.answer_ends),

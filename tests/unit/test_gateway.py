@@ -26,6 +26,8 @@ from gateway_agents import (
 
 from slimrl.agent.gateway.agents import FunctionAgent
 from slimrl.agent.gateway.connection import Connection
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.chat.template import ChatTemplate
 from slimrl.config.schema.agent import HistoryMode
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import EngineError
@@ -715,3 +717,57 @@ async def test_a_key_that_is_given_twice_is_refused():
 
     trajectory, _ = await asked(ScriptedEngine([ANSWER]), act)
     assert "posted_reward" not in trajectory.scratch
+
+
+NAMELESS = '<tool_call>\n{"arguments": {}}\n</tool_call>'
+UNKNOWN = '<tool_call>\n{"name": "abacus", "arguments": {}}\n</tool_call>'
+BROKEN = '<tool_call>\n{"name": "calculator", "arg\n</tool_call>'
+WRONG = '<tool_call>\n{"name": "calculator", "arguments": {"expression": 5}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("sampled", [NAMELESS, UNKNOWN, BROKEN, "Let me see.\n" + WRONG])
+@pytest.mark.parametrize(("stop_at_tool_call", "end"), [(True, ""), (False, "<|im_end|>")])
+async def test_a_call_that_cannot_be_read_begins_no_segment(sampled: str, stop_at_tool_call: bool, end: str):
+    """Its client has it as text; the context is what the template writes of that."""
+
+    async def act(post: Post) -> None:
+        said = await chat(post, QUESTION, tools=[TOOL])
+        assert said["content"] == sampled
+        assert "tool_calls" not in said
+        await chat(post, QUESTION, said, NEXT, tools=[TOOL])
+
+    engine = ScriptedEngine([sampled + end, ANSWER])
+    trajectory, _ = await asked(engine, act, stop_at_tool_call=stop_at_tool_call)
+    assert [tokens for tokens, _ in trained(trajectory)] == [encode(sampled + end) + encode(ANSWER)]
+    assert_every_sample_is_trained_once(trajectory, engine)
+    conversation = [QUESTION, {"role": "assistant", "content": sampled}, NEXT]
+    text = TOKENIZER.apply_chat_template(conversation, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    assert decode(engine.requests[1].input_ids) == text
+
+
+async def test_text_has_no_blanks_around_it_whatever_is_in_it():
+    async def act(post: Post) -> None:
+        for text in (BROKEN, "Yes."):
+            assert (await chat(post, QUESTION, tools=[TOOL]))["content"] == text
+
+    await asked(ScriptedEngine([f"\n\n{BROKEN}", "\n Yes. <|im_end|>"]), act)
+
+
+@pytest.mark.parametrize(("stop_at_tool_call", "end", "segments"), [(True, "", 2), (False, "<|im_end|>", 1)])
+async def test_a_template_that_wants_results_after_calls_takes_those_that_are_words(
+    stop_at_tool_call: bool, end: str, segments: int, monkeypatch: pytest.MonkeyPatch
+):
+    """It has no words for a question behind a call; a turn that ended as words do goes on."""
+    strict = (
+        "{%- for m in messages %}{%- if not loop.first and m.role == 'user' and messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('a call without its result') }}{%- endif %}{%- endfor %}"
+    )
+    template = ChatTemplate(TOKENIZER, strict + TOKENIZER.chat_template)
+    monkeypatch.setattr("gateway_agents.CHAT", ChatFormat(template, CHAT.stop_token_ids))
+
+    async def act(post: Post) -> None:
+        said = await chat(post, QUESTION, tools=[TOOL])
+        await chat(post, QUESTION, said, NEXT, tools=[TOOL])
+
+    trajectory, _ = await asked(ScriptedEngine([UNKNOWN + end, ANSWER]), act, stop_at_tool_call=stop_at_tool_call)
+    assert len(trajectory.segments) == segments

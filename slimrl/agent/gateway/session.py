@@ -291,8 +291,9 @@ class Session:
 
     def _followed(self, parent: SampledTurn, messages: Sequence[Message], dialogue: Dialogue) -> _Context | None:
         """The context after a sampled turn; None if its tokens cannot be gone on from."""
-        calls = () if parent.said.is_malformed else parent.said.calls
-        answers = [{**one, "tool_call_id": call.id} for one, call in zip(messages, calls, strict=False)]
+        calls, malformed = parent.said.calls, parent.said.is_malformed
+        answered = () if malformed else calls
+        answers = [{**one, "tool_call_id": call.id} for one, call in zip(messages, answered, strict=False)]
         told = [*answers, *messages[len(answers) :]]
         before = parent.tokens
         try:
@@ -304,6 +305,9 @@ class Session:
                 written = replace(written, tokens=written.tokens[len(before) :])
             elif parent.said.can_be_answered:
                 names = [CallName(id=call.id, name=call_name(call)) for call in calls]
+                if malformed:
+                    # Told to the client as words; what follows them stands behind a call if the turn ended at one.
+                    names = [] if before[-1] in dialogue.chat.answer_ends else names[-1:]
                 written = dialogue.chat.join(before[-1], names, told, dialogue.schemas)
             else:
                 return None
