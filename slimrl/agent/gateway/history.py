@@ -1,7 +1,8 @@
 """The turns that the policy sampled in one trajectory, as a tree: what was said, and what came after it.
 
 1. A turn follows another one if its history is that turn's with further messages; its tokens then continue the other's
-   exactly as they were sampled. Any other turn is a root, whose prompt the chat template wrote.
+   exactly as they were sampled. Any other turn is a root, whose prompt the chat template wrote. A turn is found by what
+   was asked, and then by what the client gives back as its answer.
 2. A turn that is taken back, because its client was gone, leaves nothing.
 3. At the end each path from a root becomes a segment. Of several turns that follow the same one, the first continues
    its segment; each other begins a segment whose context is what both share. Every turn is trained in one segment.
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from slimrl.agent.environment import Message
+from slimrl.agent.gateway.messages import Echo, echo
 from slimrl.agent.parsers import MalformedCall
 from slimrl.agent.said_turn import SaidTurn
 from slimrl.agent.transcript import Transcript
@@ -41,8 +43,6 @@ class SampledTurn:
     """Key of the history before it"""
     number: int
     """Of the samples of that history"""
-    key: bytes
-    """Of the history that ends with it"""
     children: list["SampledTurn"] = field(default_factory=list)
 
     @property
@@ -85,18 +85,24 @@ class History:
 
     def __init__(self) -> None:
         self._roots: list[SampledTurn] = []
-        self._known: dict[bytes, list[SampledTurn]] = {}
+        self._asked: dict[bytes, list[SampledTurn]] = {}
         self.last: SampledTurn | None = None
         """The one that was sampled last"""
 
-    def find(self, key: bytes) -> SampledTurn | None:
-        """The last turn with which this history ends."""
-        return next(iter(self._known.get(key, [])[-1:]), None)
+    def find(self, asked: bytes, given: Message) -> tuple[SampledTurn, Echo] | None:
+        """The turn after a history that a client gives back as this message, the last one of several.
+
+        None too if the client left out words, and several turns differ in them.
+        """
+        turns = reversed(self._asked.get(asked, []))
+        found = [(turn, same) for turn in turns if (same := echo(turn.said.message, given, turn.stop_text))]
+        whole = [one for one in found if one[1].is_whole]
+        return whole[0] if whole else found[0] if len(found) == 1 else None
 
     def add(self, turns: Sequence[SampledTurn]) -> None:
         for turn in turns:
             (self._roots if turn.parent is None else turn.parent.children).append(turn)
-            self._known.setdefault(turn.key, []).append(turn)
+            self._asked.setdefault(turn.asked, []).append(turn)
             self.last = turn
 
     def take_back(self, turns: Sequence[SampledTurn]) -> bool:
@@ -105,7 +111,7 @@ class History:
             return False
         for turn in turns:
             (self._roots if turn.parent is None else turn.parent.children).remove(turn)
-            self._known[turn.key].remove(turn)
+            self._asked[turn.asked].remove(turn)
         left = list(self.turns())
         if self.last in turns:
             self.last = left[-1] if left else None

@@ -3,17 +3,25 @@
 Clients write the same history in many ways: arguments of calls as text with other spaces or another order, content as
 a list of parts, ids that are absent or their own, None for an empty text. `canonical` gives each history one form, in
 which every call has its answer after it, in the order of the calls. `history_key` leaves out ids and thinking: a
-history is known by its texts, its calls' names and arguments, and the tools that the policy is shown.
+history is known by its texts, its calls' names and arguments, and the tools that the policy is shown. Of what the
+assistant said it also leaves out what clients change without meaning to: blanks around a text, ends of lines, nulls in
+arguments, and digits of whole numbers beyond what JavaScript keeps. `echo` tells an answer that comes back.
 """
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.errors import refused
 from slimrl.chat.chat_format import ChatFormat
+
+MAX_SAFE_INTEGER = 2**53 - 1
+"""Largest whole number below which JavaScript tells all of them apart"""
+MAX_FLOAT = int(sys.float_info.max)
 
 
 def canonical(messages: Sequence[Message]) -> list[Message]:
@@ -86,20 +94,61 @@ def history_key(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) ->
         messages: canonical ones.
     """
     said = [
-        [message["role"], message["content"], [_call_key(call) for call in message.get("tool_calls") or ()]]
+        [
+            message["role"],
+            _words(message) if message["role"] == "assistant" else message["content"],
+            _call_keys(message),
+        ]
         for message in messages
     ]
     return hashlib.sha256(json.dumps([tools, said], sort_keys=True).encode()).digest()
 
 
-def _call_key(call: dict[str, Any]) -> list[Any]:
-    return [call["function"]["name"], _plain(call["function"]["arguments"])]
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """How a client gives back what the policy said."""
+
+    is_whole: bool
+    """False if it left out the words before a call"""
+    added: str | None = None
+    """What it wrote behind the stop text that ended the turn; None if that text is not there either"""
+
+
+def echo(said: Message, given: Message, stop_text: str | None) -> Echo | None:
+    """None if the message is not what the policy said.
+
+    Args:
+        stop_text: that ended the turn and is no part of `said`.
+    """
+    if _call_keys(said) != _call_keys(given):
+        return None
+    ours, theirs = _words(said), _words(given)
+    if ours == theirs:
+        return Echo(is_whole=True)
+    if stop_text is not None and theirs.startswith(ours + stop_text):
+        return Echo(is_whole=True, added=theirs[len(ours + stop_text) :])
+    return Echo(is_whole=False) if said.get("tool_calls") and not theirs else None
+
+
+def _words(message: Message) -> str:
+    text: str = message["content"]
+    return text.replace("\r\n", "\n").strip()
+
+
+def _call_keys(message: Message) -> list[Any]:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return [[call["name"], _plain(call["arguments"])] for call in calls]
 
 
 def _plain(value: Any) -> Any:
-    """The value with whole numbers as integers: JavaScript writes 1.0 as 1."""
+    """The value as a client of JavaScript may give it back: 1.0 is 1, integers are those of 64-bit floats, and fields
+    that are null may be left out."""
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):
         return [_plain(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, int) and MAX_SAFE_INTEGER < abs(value) < MAX_FLOAT:
+        return int(float(value))
+    return value

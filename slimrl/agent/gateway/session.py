@@ -17,17 +17,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from slimrl.agent.dialogue import Dialogue, Dialogues
-from slimrl.agent.environment import Message, call_name
+from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.gateway.aside import Aside
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply
+from slimrl.agent.gateway.contexts import TurnContext, context_of
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused
 from slimrl.agent.gateway.history import History, SampledTurn
-from slimrl.agent.gateway.messages import history_key
 from slimrl.agent.said_turn import read_turn
 from slimrl.agent.turn_request import TurnRequests
-from slimrl.chat.chat_format import CallName, ChatFormat, Context
-from slimrl.config.schema.agent import AgentConfig, HistoryMode
+from slimrl.chat.chat_format import ChatFormat
+from slimrl.config.schema.agent import AgentConfig
 from slimrl.data.engine import Engine, EngineError, GenerateResult
 from slimrl.data.trajectory import Status
 
@@ -43,30 +42,6 @@ class Counts:
     """Their client was gone before the answer"""
     repeated: int = 0
     """Answered again, because the client did not get the first answer"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Context:
-    """What a request asks the policy to go on from."""
-
-    dialogue: Dialogue
-    parent: SampledTurn | None
-    told: list[int]
-    told_messages: Sequence[Message]
-    in_thinking: bool
-    tokens: list[int]
-    """All of them"""
-
-
-def _root(dialogue: Dialogue, messages: Sequence[Message], written: Context) -> _Context:
-    return _Context(
-        dialogue=dialogue,
-        parent=None,
-        told=written.tokens,
-        told_messages=messages,
-        in_thinking=written.opens_thinking,
-        tokens=written.tokens,
-    )
 
 
 @dataclass(eq=False)
@@ -163,7 +138,12 @@ class Session:
     async def num_tokens(self, request: ChatRequest) -> int:
         """Of the context after which the policy would answer a request. Raises ApiError."""
         self._admit()
-        return len((await self.compute(lambda: self._context(request), request.num_bytes)).tokens)
+        return len((await self._context(request)).tokens)
+
+    async def _context(self, request: ChatRequest) -> TurnContext:
+        return await self.compute(
+            lambda: context_of(request, self.history, self._dialogues, self._agent.history), request.num_bytes
+        )
 
     @property
     def chat(self) -> ChatFormat:
@@ -232,7 +212,7 @@ class Session:
             self._idle_since = time.monotonic()
 
     async def _sampled(self, request: ChatRequest, key: bytes) -> Reply:
-        context = await self.compute(lambda: self._context(request), request.num_bytes)
+        context = await self._context(request)
         limit = self.max_tokens
         if len(context.tokens) >= limit:
             said = f"this model's maximum context length is {limit} tokens, and the messages have"
@@ -272,58 +252,8 @@ class Session:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    def _context(self, request: ChatRequest) -> _Context:
-        try:
-            dialogue = self._dialogues.of(request.tools)
-        except (ValueError, TypeError, LookupError) as error:
-            raise refused(f"tools: {error}") from error
-        messages = request.messages
-        last = max((number for number, one in enumerate(messages) if one["role"] == "assistant"), default=None)
-        if last is not None:
-            parent = self.history.find(history_key(request.tools, messages[: last + 1]))
-            if parent is not None and (after := self._followed(parent, messages[last + 1 :], dialogue)) is not None:
-                return after
-        try:
-            written = dialogue.chat.prompt(messages, dialogue.schemas)
-        except ValueError as error:
-            raise refused(f"messages: {error}") from error
-        return _root(dialogue, messages, written)
-
-    def _followed(self, parent: SampledTurn, messages: Sequence[Message], dialogue: Dialogue) -> _Context | None:
-        """The context after a sampled turn; None if its tokens cannot be gone on from."""
-        calls, malformed = parent.said.calls, parent.said.is_malformed
-        answered = () if malformed else calls
-        answers = [{**one, "tool_call_id": call.id} for one, call in zip(messages, answered, strict=False)]
-        told = [*answers, *messages[len(answers) :]]
-        before = parent.tokens
-        try:
-            if self._agent.history is HistoryMode.template:
-                whole = [*parent.messages, *told]
-                written = dialogue.chat.prompt(whole, dialogue.schemas)
-                if written.tokens[: len(before)] != before:
-                    return _root(dialogue, whole, written)
-                written = replace(written, tokens=written.tokens[len(before) :])
-            elif parent.said.can_be_answered:
-                names = [CallName(id=call.id, name=call_name(call)) for call in calls]
-                if malformed:
-                    # Told to the client as words; what follows them stands behind a call if the turn ended at one.
-                    names = [] if before[-1] in dialogue.chat.answer_ends else names[-1:]
-                written = dialogue.chat.join(before[-1], names, told, dialogue.schemas)
-            else:
-                return None
-        except ValueError:
-            return None  # the template has no words for it there; written whole, it may have
-        return _Context(
-            dialogue=dialogue,
-            parent=parent,
-            told=written.tokens,
-            told_messages=told,
-            in_thinking=written.opens_thinking,
-            tokens=[*before, *written.tokens],
-        )
-
     async def _turn(
-        self, context: _Context, request: ChatRequest, asked: bytes, number: int, max_new_tokens: int
+        self, context: TurnContext, request: ChatRequest, asked: bytes, number: int, max_new_tokens: int
     ) -> SampledTurn:
         """One turn, as the engine samples it.
 
@@ -368,9 +298,6 @@ class Session:
             if said is not None:
                 break
         text = context.dialogue.chat.turn_text(sampled)
-        key = await self.compute(
-            lambda: history_key(request.tools, [*request.messages, said.message]), request.num_bytes
-        )
         return SampledTurn(
             parent=parent,
             told=context.told,
@@ -381,7 +308,6 @@ class Session:
             stop_text=min((one for one in request.stop if one in text), key=text.find, default=None),
             asked=asked,
             number=number,
-            key=key,
         )
 
     async def _generated(self, request: Any) -> GenerateResult:
