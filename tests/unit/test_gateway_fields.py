@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from anthropic.types import message_create_params as anthropic_params
 from anthropic.types.beta import message_create_params as anthropic_beta_params
-from gateway_agents import ANSWER, PARAMETERS, TOOL, ScriptedEngine, assert_every_sample_is_trained_once
+from gateway_agents import ANSWER, CALL, PARAMETERS, TOOL, ScriptedEngine, assert_every_sample_is_trained_once
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as responses_params
 from test_gateway import CHATS, QUESTION, Post, asked
@@ -153,3 +153,69 @@ async def test_agents_cannot_fill_the_log_with_names(caplog: pytest.LogCaptureFi
 
     await asked(ScriptedEngine([ANSWER] * 3), act)
     assert len([one for one in caplog.messages if "agents send" in one]) == 200
+
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+STRICT = {"$schema": "https://json-schema.org/draft/2020-12/schema", **PARAMETERS, "additionalProperties": False}
+CLAUDE_CODE: dict[str, Any] = {
+    "model": "claude-opus-4-8",
+    "max_tokens": 64000,
+    "stream": True,
+    "system": [{"type": "text", "text": "You are an agent."}, {"type": "text", "text": "You compute.", **CACHED}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Friday."}, {"type": "text", "text": "34*17+2?"}]},
+        {"role": "system", "content": "Available agent types: none."},
+        {"role": "assistant", "content": [{"type": "text", "text": "I call."}, {"type": "tool_use", "id": "call_0",
+            "name": "calculator", "input": {"expression": "34*17+2"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_0", "content": "580",
+            "is_error": False, **CACHED}]},
+    ],
+    "tools": [{**OWN, "input_schema": STRICT}],
+    "metadata": {"user_id": "{}"},
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}  # fmt: skip
+CODEX: dict[str, Any] = {
+    "model": "policy",
+    "stream": True,
+    "input": [
+        {"type": "message", "id": "msg_1", "role": "developer", "content": [{"type": "input_text", "text": "Brief."}]},
+        {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "34*17+2?"}]},
+        {"type": "message", "id": "msg_3", "role": "assistant", "status": "completed",
+            "content": [{"type": "output_text", "text": "I call."}]},
+        {"type": "function_call", "id": "fc_1", "status": "completed", "name": "calculator", "call_id": "call_0",
+            "arguments": '{"expression":"34*17+2"}'},
+        {"type": "function_call_output", "id": "fco_1", "call_id": "call_0", "output": "580"},
+    ],
+    "tools": [
+        {"type": "function", **OWN, "parameters": PARAMETERS, "strict": False},
+        {"type": "namespace", "name": "multi_agent_v1", "description": "More.", "tools": [{"type": "function"}]},
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "x",
+    "client_metadata": {"session_id": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/messages", CLAUDE_CODE), ("/v1/responses", CODEX)])
+async def test_what_coding_agents_send_is_one_segment(path: str, body: dict[str, Any]):
+    """The bodies of Claude Code 2.1.197 and Codex 0.171.0, shortened."""
+    name = "messages" if "messages" in body else "input"
+
+    async def act(post: Post) -> None:
+        for length in (2, len(body[name])):
+            answer = await post(path, **{**body, name: body[name][:length]})
+            assert answer.status_code == 200, answer.text
+
+    engine = ScriptedEngine(["I call.\n" + CALL, ANSWER])
+    trajectory, _ = await asked(engine, act)
+    assert (trajectory.status, len(trajectory.segments)) == (Status.completed, 1), trajectory.metadata
+    assert_every_sample_is_trained_once(trajectory, engine)
+    told = {"claude-opus-4-8": ["system", "user", "system"], "policy": ["system", "user"]}[body["model"]]
+    assert [one["role"] for one in trajectory.messages] == [*told, "assistant", "tool", "assistant"]
