@@ -432,6 +432,8 @@ async def test_a_schema_of_another_draft_than_it_names_is_refused(named: Any):
         ),
         ("/v1/responses", {"input": "x", "conversation": "c"}, "conversation: the gateway keeps no conversation"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, "items of type 'computer_call' are not supported"),
+        ("/v1/responses", {"input": [{"type": []}]}, "items of type [] are not supported"),
+        ("/v1/responses", {"input": [{"type": None, "role": "user"}]}, "input[0].content: Field required"),
         ("/v1/responses", {"input": [{"role": "user"}]}, "input[0].content: Field required"),
         ("/v1/responses", {"input": "x", "background": True}, "background"),
     ],

@@ -214,7 +214,7 @@ class GatewayServer:
 
     def _warn(self, asked: ChatRequest, reply: Reply) -> None:
         """Say once of each field that clients give it in vain."""
-        reasons = dict.fromkeys(reply.overridden, OVERRIDDEN) | asked.ignored
+        reasons = {**dict.fromkeys(reply.overridden, OVERRIDDEN), **asked.ignored}
         for name, reason in reasons.items():
             shown = visible(name)[:WARNED_CHARS]
             if shown not in self._warned and len(self._warned) < MOST_WARNED:
