@@ -1,30 +1,46 @@
 """Reward for a program of the policy that passes the tests of its prompt, run in the sandbox (docs/sandbox.md).
 
-The tests are the prompt's label, or a key of its metadata:
+The tests are the prompt's label, or a key of its metadata, in the forms of code_tests.py:
 
-- `{"inputs": [...], "outputs": [...]}`: texts on stdin and the texts expected on stdout, as in APPS (arXiv:2105.09938).
-  A run for each; outputs are compared here, line by line without white space at the ends of lines and of the text.
-- a text or a list of texts, each a test in Python: statements with `assert` as in MBPP (arXiv:2108.07732), functions
-  `test...`, or classes of `unittest`. All in one run, in a process apart from the program's (code_harness.py).
+- texts on stdin: a run for each; outputs are compared here, by `same_output`.
+- calls of a function, and tests in Python: all in one run, in a process apart from the program's (code_harness.py).
 
 Expected outputs and tests never lie where the program could read or change them, and its process has no part in the
 verdict. A test that was not reached, because the program ended or ran out of a limit, is not passed.
 """
 
 import json
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slimrl.agent.sandbox.interface import MAX_CODE_BYTES, Ended, Program, SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.data.threads import in_thread
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.texts import AnswerPlace
+from slimrl.rewards.code_tests import Calls, Cases, Tests, Texts, read_tests
+from slimrl.rewards.texts import AnswerPlace, fenced_blocks, last_text
 
 HARNESS = Path(__file__).with_name("code_harness.py")
+CHECKS = Path(__file__).with_name("code_checks.py")
 LENGTH_BYTES = 10
 """Digits in front of the program on the harness's stdin."""
+PRELUDE = "".join(
+    f"from {module} import *\nimport {module}\n"
+    for module in (
+        "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+        "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
+    )
+)  # fmt: skip
+"""What programs that are called by name need not import: the begun programs of LeetCode, APPS and TACO count on it."""
+RELATIVE, ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
+"""By how much a printed number may differ from an expected one with a fraction, as in APPS and TACO."""
+_READS = re.compile(r"\b(input|open)\s*\(|\b(stdin|fileinput)\b")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 
 
 class Credit(str, Enum):
@@ -38,7 +54,7 @@ class CodeTests:
     """Tests of the program in the policy's last text.
 
     Args:
-        answer_in: where the program stands, see AnswerPlace.
+        answer_in: where the program stands, see AnswerPlace; of several fenced blocks, see `program_block`.
         credit: `all` or `fraction`.
         tests_key: key of the prompt's metadata that holds the tests; empty for the label.
         total_s: run time of all tests together, after which no further one is passed.
@@ -62,32 +78,45 @@ class CodeTests:
         if not total_s > 0:
             raise ValueError(f"total_s: {total_s:g} is not positive")
         self._place, self._credit, self._key, self._total_s = AnswerPlace(answer_in), Credit(credit), tests_key, total_s
+        self._in_block = answer_in == "code"
         self._pool = sandbox
-        self._harness = HARNESS.read_text()
+        self._harness, self._checks = HARNESS.read_text(), CHECKS.read_text()
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if the prompt has no tests, or such as could not be run or would check nothing."""
+        tests = read_tests(prompt, self._key)
+        missing = sorted(filter(self._pool.lacks, tests.names.packages)) if isinstance(tests, Texts) else []
+        if missing:
+            raise ValueError(f"tests need {', '.join(missing)}, which agent.sandbox.packages does not give programs")
 
     async def start(self) -> None:
         """Raises SandboxError if the sandbox does not run a program."""
-        passed = await self._pass_texts("def two(): return 2", ["assert two() == 2", "assert two() == 3"])
-        if passed != [True, False]:
+        two = read_tests(Prompt(prompt_id="", messages=[{}], label=["assert two() == 2", "assert two() == 3"]))
+        assert isinstance(two, Texts)
+        if await self._pass_texts("def two(): return 2", two) != [True, False]:
             raise SandboxError("the sandbox does not run a test as it should")
 
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float:
         """
         Raises:
-            ValueError: the prompt has no tests.
+            ValueError: the prompt has no tests, see `check_prompt`.
             SandboxError: the sandbox failed or is too busy; nothing is known of the program.
         """
-        tests = prompt.metadata.get(self._key) if self._key else prompt.label
-        cases, texts = _cases(tests), _texts(tests)
-        if not cases and not texts:
-            where = f"metadata.{self._key}" if self._key else "the label"
-            raise ValueError(f"{where} of {prompt.prompt_id} has no tests: {str(tests)[:80]}")
-        code = self._place.of(trajectory)
+        tests = await in_thread(partial(read_tests, prompt, self._key))
+        code = self._program(trajectory, tests)
         if code is None or "\0" in code or len(code.encode("utf-8", "replace")) > MAX_CODE_BYTES:
             return 0.0
-        number = len(cases or texts)
-        passed = sum(await (self._pass_cases(code, cases) if cases else self._pass_texts(code, texts)))
-        return float(passed == number) if self._credit is Credit.all else passed / number
+        match tests:
+            case Cases(pairs):
+                number, passed = len(pairs), await self._pass_cases(code, pairs)
+            case Calls(_, pairs):
+                number, passed = len(pairs), await self._pass_calls(code, tests)
+            case Texts(texts):
+                number, passed = len(texts), await self._pass_texts(code, tests)
+        return float(sum(passed) == number) if self._credit is Credit.all else sum(passed) / number
+
+    def _program(self, trajectory: Trajectory, tests: Tests) -> str | None:
+        return program_block(last_text(trajectory) or "", tests) if self._in_block else self._place.of(trajectory)
 
     async def _pass_cases(self, code: str, cases: Sequence[tuple[str, str]]) -> list[bool]:
         """Which were passed, up to the one that decides all or after which there is no time."""
@@ -95,41 +124,70 @@ class CodeTests:
         seconds = 0.0
         for given, expected in cases:
             result = await self._pool.run(Program(code=code, stdin=given.encode("utf-8", "replace")))
-            passed.append(result.ended is Ended.ok and _lines(result.stdout) == _lines(expected))
+            passed.append(result.ended is Ended.ok and same_output(result.stdout, expected))
             seconds += result.seconds
             decided = self._credit is Credit.all and not passed[-1]
             if decided or result.ended is Ended.timeout or seconds > self._total_s:
                 break
         return passed
 
-    async def _pass_texts(self, code: str, texts: Sequence[str]) -> list[bool]:
+    async def _pass_calls(self, code: str, calls: Calls) -> list[bool]:
+        return await self._judge(code, PRELUDE, {"function": calls.function, "calls": calls.pairs})
+
+    async def _pass_texts(self, code: str, tests: Texts) -> list[bool]:
+        names = {"python": tests.names.python, "program": sorted(tests.names.program)}
+        before = PRELUDE + tests.before if tests.before else ""
+        return await self._judge(code, before, {"texts": tests.texts, "setup": tests.setup, **names})
+
+    async def _judge(self, code: str, before: str, tests: dict[str, Any]) -> list[bool]:
         """Which were passed, up to the end of the run."""
-        program = code.encode("utf-8", "replace")
-        stdin = b"%0*d" % (LENGTH_BYTES, len(program)) + program + json.dumps(texts).encode()
+        program = json.dumps({"code": code, "before": before}).encode()
+        given = json.dumps({"checks": self._checks, "texts": [], "calls": [], **tests}).encode()
+        stdin = b"%0*d" % (LENGTH_BYTES, len(program)) + program + given
         result = await self._pool.run(Program(code=self._harness, stdin=stdin))
         return [line == "pass" for line in result.stdout.split("\n")[:-1]]
 
 
-def _cases(tests: Any) -> list[tuple[str, str]]:
-    """Inputs with their outputs; none if the tests are not of this kind, such as APPS's calls of a function."""
-    match tests:
-        case {"fn_name": str()}:
-            return []
-        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
-            return [(_joined(given), _joined(expected)) for given, expected in zip(inputs, outputs, strict=True)]
-    return []
+def program_block(text: str, tests: Tests) -> str | None:
+    """The program among the closed fenced blocks of a text, in which an example of its use or its output may follow.
+
+    It is the last block that defines a name which the tests ask for, or that reads stdin, if there is one: of those
+    marked as Python, else of those without a mark, else of all. None without a block that has any text.
+    """
+    blocks = [(mark.lower(), code) for mark, code in fenced_blocks(text) if code.strip()]
+    fits = _READS if isinstance(tests, Cases) else _defines(tests)
+    groups = [[code for mark, code in blocks if mark.startswith("py")], [code for mark, code in blocks if not mark]]
+    groups.append([code for _, code in blocks])
+    fitting = [code for group in groups for code in reversed(group) if fits.search(code)]
+    return next(iter(fitting), next((group[-1] for group in groups if group), None))
 
 
-def _texts(tests: Any) -> list[str]:
-    """Tests in Python; none if the tests are not of this kind."""
-    texts = tests if isinstance(tests, list) else [tests]
-    return texts if all(isinstance(text, str) and text.strip() for text in texts) else []
+def _defines(tests: Calls | Texts) -> re.Pattern[str]:
+    names = {"Solution", tests.function} if isinstance(tests, Calls) else tests.names.program
+    one = "|".join(map(re.escape, sorted(names))) or r"\w+"
+    return re.compile(rf"^(?:(?:async\s+def|def|class)\s+(?:{one})\b|(?:{one})\s*(?::|=(?!=)))", re.MULTILINE)
 
 
-def _joined(text: str | list[str]) -> str:
-    """A text that some data sets give as a list of its lines."""
-    return text if isinstance(text, str) else "\n".join(text)
+def same_output(printed: str, expected: str) -> bool:
+    """Whether a program printed what was expected: the same lines, without white space at their ends and around all, or
+    lines of the same words, where numbers need only be the same numbers, and nearly so if a fraction is expected."""
+    ours, theirs = printed.strip().split("\n"), expected.strip().split("\n")
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+def _same_line(printed: str, expected: str) -> bool:
+    if printed.strip() == expected.strip():
+        return True
+    ours, theirs = printed.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+
+
+def _same_word(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    if not (_NUMBER.fullmatch(printed) and _NUMBER.fullmatch(expected)):
+        return False
+    ours, theirs = Decimal(printed), Decimal(expected)
+    if ours == theirs or not set(expected) & set(".eE"):
+        return ours == theirs
+    return abs(ours - theirs) <= ABSOLUTE + RELATIVE * abs(theirs)

@@ -5,10 +5,11 @@ library only.
 
 1. The process makes its memory and descriptors unreadable to others, and forks before it has read the tests, so the
    child's memory does not hold them. The child closes stdin and the verdict's stream, and runs the policy's program.
-2. The parent reads the tests and runs them one by one. Names that a test uses and neither defines nor finds in Python
-   are those of the policy's program: a stand-in asks the child over a pipe, and gets a value as JSON, an exception, or
-   the number of an object that stays with the child.
-3. It prints one line for each test: `pass` or `fail`.
+2. The parent reads the tests and runs them one by one. It imports nothing from where the program may write. The names
+   that the program has to give (code_checks.py) are asked of the child over a pipe, which answers with a value as JSON,
+   an exception, or the number of an object that stays with the child. All other names are Python's own.
+3. It prints one line for each test: `pass` or `fail`. A test is passed if nothing was raised, at least one check held,
+   the program was asked for something, and it had every name that it was asked for.
 
 What the policy's program changes (builtins, unittest, `__eq__`, exit functions, files) it changes in its own process.
 Everything that comes from there is data of Python's own types, and no comparison ever runs its code.
@@ -16,12 +17,14 @@ Everything that comes from there is data of Python's own types, and no compariso
 
 import builtins
 import ctypes
+import importlib
+import inspect
 import json
 import os
 import sys
 import types
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TextIO
 
@@ -36,8 +39,9 @@ LARGEST_DECIMAL = 2**63
 WAYS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-class PolicyError(Exception):
-    """The policy's program ended, or raised something that is no exception of Python's own."""
+class PolicyError(BaseException):
+    """The policy's program ended, lacks a name, or raised something that is no exception of Python's own. A test that
+    expects an exception does not mean this one."""
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
@@ -82,8 +86,8 @@ def decode(value: Any, find: Callable[[int], Any]) -> Any:
     return WAYS[name]([decode(item, find) for item in inner])
 
 
-def serve(code: str, requests: TextIO, replies: TextIO) -> None:
-    """The child: run the policy's program, and answer what is asked of it."""
+def serve(code: str, before: str, requests: TextIO, replies: TextIO) -> None:
+    """The child: run the policy's program, after the code that its tests put before it, and answer what is asked."""
     module = types.ModuleType(SOLUTION)
     sys.modules[SOLUTION] = module
     objects: list[Any] = []
@@ -98,6 +102,10 @@ def serve(code: str, requests: TextIO, replies: TextIO) -> None:
         target = objects[request["of"]]
         if request["do"] == "attribute":
             return getattr(target, request["name"])
+        if request["do"] == "set":
+            return setattr(target, request["name"], decode(request["value"], objects.__getitem__))
+        if request["do"] == "items":
+            return list(target)
         arguments, named = decode(request["arguments"], objects.__getitem__)
         return target(*arguments, **named)
 
@@ -110,7 +118,11 @@ def serve(code: str, requests: TextIO, replies: TextIO) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
-    answer(lambda: exec(compile(code, "<solution>", "exec"), vars(module)))
+    def begin() -> None:
+        exec(compile(before, "<before>", "exec"), vars(module))
+        exec(compile(code, "<solution>", "exec"), vars(module))
+
+    answer(begin)
     for line in requests:
         answer(partial(ask, json.loads(line)))
 
@@ -120,6 +132,16 @@ class Policy:
 
     def __init__(self, requests: TextIO, replies: TextIO) -> None:
         self.requests, self.replies = requests, replies
+        self.asked = 0
+        self.broken = False
+        """It has ended, or lacked a name: no test goes on as if it had raised an exception that was expected."""
+
+    def name(self, name: str) -> Any:
+        try:
+            return self.ask(do="name", name=name)
+        except KeyError:
+            self.broken = True
+            raise PolicyError(f"the program has no {name}") from None
 
     def ask(self, **request: Any) -> Any:
         self.requests.write(json.dumps(request) + "\n")
@@ -129,8 +151,10 @@ class Policy:
     def read(self) -> Any:
         line = self.replies.readline()
         if not line:
+            self.broken = True
             raise PolicyError("the program has ended")
         reply = json.loads(line)
+        self.asked += 1
         if "raised" in reply:
             kind = getattr(builtins, reply["raised"], None)
             if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS_OF_LOOPS):
@@ -140,46 +164,120 @@ class Policy:
 
 
 class StandIn:
-    """An object of the policy's program: it can be called and has attributes. Two of them are never equal."""
+    """An object of the policy's program: it can be called and gone through, and its attributes read and set. Two of
+    them are never equal."""
 
     def __init__(self, policy: Policy, number: int) -> None:
-        self._policy, self._number = policy, number
+        vars(self).update(_policy=policy, _number=number)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._policy.ask(do="attribute", of=self._number, name=name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._policy.ask(do="set", of=self._number, name=name, value=encode(value, number_of))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._policy.ask(do="items", of=self._number))
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        sent = encode((arguments, named), lambda value: value._number)
-        return self._policy.ask(do="call", of=self._number, arguments=sent)
+        return self._policy.ask(do="call", of=self._number, arguments=encode((arguments, named), number_of))
+
+
+def number_of(value: StandIn) -> int:
+    """Raises AttributeError for an object of the test's own, which the program cannot be given."""
+    return value._number
 
 
 class Names(dict[str, Any]):
-    """The names of a test; those that it lacks are the policy's, if Python does not have them either."""
+    """The names of a test. Those that it lacks are Python's own or the program's, as is said of each."""
 
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(__name__="tests")
-        self._policy = policy
+    def __init__(self, policy: Policy, python: dict[str, str], program: list[str]) -> None:
+        super().__init__(__name__="__main__", __checked__=self.count)
+        self.checks = 0
+        self._policy, self._python, self._program = policy, python, program
+
+    def count(self) -> None:
+        self.checks += 1
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
+        if name in self._program:
+            return self._policy.name(name)
+        if name not in self._python:
             raise KeyError(name)
-        return self._policy.ask(do="name", name=name)
+        module, _, attribute = self._python[name].partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
 
 
-def run_test(code: str, policy: Policy) -> None:
-    """Raises if a test fails: a statement, a function `test...`, or a method of a TestCase."""
-    names = Names(policy)
-    exec(compile(code, "<test>", "exec"), names)
+def run_text(text: str, given: dict[str, Any], counted: Callable[[str], Any], policy: Policy) -> bool:
+    """Whether a test in Python is passed. Raises if it fails: a statement, a function `test...`, or a method of a class
+    of tests."""
+    names = Names(policy, given["python"], given["program"])
+    before = policy.asked
+    exec(compile(given["setup"], "<setup>", "exec"), names)
+    exec(compile(counted(text), "<test>", "exec"), names)
     for name, value in list(names.items()):
         if isinstance(value, type) and issubclass(value, unittest.TestCase) and value is not unittest.TestCase:
             result = unittest.TestResult()
             unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
-            assert result.testsRun, name
             assert result.wasSuccessful(), name
-        elif name.startswith("test") and type(value).__name__ == "function":
+        elif isinstance(value, type) and name.startswith("Test"):
+            run_class(value)
+        elif name.startswith("test") and type(value) is types.FunctionType and takes_nothing(value):
             value()
+    return names.checks > 0 and policy.asked > before
+
+
+def run_class(tests: type) -> None:
+    """The methods of a class of tests as pytest runs them, each on an object of its own."""
+    optional(tests, "setup_class")()
+    for name in [name for name in dir(tests) if name.startswith("test")]:
+        one = tests()
+        optional(one, "setup_method")()
+        getattr(one, name)()
+        optional(one, "teardown_method")()
+    optional(tests, "teardown_class")()
+
+
+def optional(owner: Any, name: str) -> Callable[[], Any]:
+    """A method that may not be there; pytest gives it the test's method if it takes one."""
+    method = getattr(owner, name, None)
+    if method is None:
+        return lambda: None
+    return method if takes_nothing(method) else partial(method, None)
+
+
+def takes_nothing(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+
+
+def run_call(function: str, arguments: list[Any], expected: list[Any], policy: Policy) -> bool:
+    """Whether a function, or a method of a new object of the class Solution, returns one of the expected results."""
+    try:
+        target = getattr(policy.ask(do="name", name="Solution")(), function)
+    except (KeyError, AttributeError):
+        target = policy.name(function)
+    result = as_json(target(*map(with_numbers, arguments)))
+    return any(result == as_json(one) for one in expected)
+
+
+def with_numbers(argument: Any) -> Any:
+    """An argument whose keys are numbers if they were before JSON made them texts, as APPS and TACO read it."""
+    if isinstance(argument, dict) and argument and all(key.lstrip("-").isdecimal() for key in argument):
+        return {int(key): value for key, value in argument.items()}
+    return argument
+
+
+def as_json(value: Any) -> Any:
+    """A value as it would come back from JSON, where there are no tuples and keys are texts."""
+    if isinstance(value, (list, tuple)):
+        return [as_json(one) for one in value]
+    if isinstance(value, dict):
+        return {str(key): as_json(one) for key, one in value.items()}
+    return value
 
 
 def solution(policy: Policy) -> types.ModuleType:
@@ -188,17 +286,17 @@ def solution(policy: Policy) -> types.ModuleType:
     def ask(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return policy.ask(do="name", name=name)
+        return policy.name(name)
 
     module = types.ModuleType(SOLUTION)
     vars(module)["__getattr__"] = ask
     return module
 
 
-def split() -> tuple[Policy, list[str], int]:
+def split() -> tuple[Policy, dict[str, Any], int]:
     """Fork. The child runs the policy's program and ends; returns the policy and the tests to the parent."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # before there is a child that could look
-    code = read(int(read(LENGTH_BYTES)))
+    program = json.loads(read(int(read(LENGTH_BYTES))))
     requests, replies = os.pipe(), os.pipe()
     child = os.fork() == 0
     mine = (requests[0], replies[1]) if child else (replies[0], requests[1])
@@ -211,7 +309,7 @@ def split() -> tuple[Policy, list[str], int]:
         os.dup2(nothing, number)
     reader, writer = os.fdopen(mine[0], "r"), os.fdopen(mine[1], "w")
     if child:
-        serve(code.decode(), reader, writer)
+        serve(program["code"], program["before"], reader, writer)
         os._exit(0)
     return Policy(writer, reader), json.loads(tests), verdicts
 
@@ -224,16 +322,29 @@ def read(count: int) -> bytes:
     return data
 
 
+def leave_what_the_program_writes() -> None:
+    """Import nothing from the working directory, where a module of the program would run in this process."""
+    here = os.path.realpath(os.getcwd())
+    sys.path[:] = [place for place in sys.path if os.path.isabs(place) and os.path.realpath(place) != here]
+    os.chdir("/")
+
+
 def main() -> None:
-    policy, tests, verdicts = split()
+    policy, given, verdicts = split()
+    leave_what_the_program_writes()
+    checks = types.ModuleType("checks")
+    sys.modules["checks"] = checks
+    exec(compile(given["checks"], "<checks>", "exec"), vars(checks))
     policy.read()
     sys.modules[SOLUTION] = solution(policy)
-    for code in tests:
+    tests: list[Callable[..., bool]] = [partial(run_text, text, given, checks.counted) for text in given["texts"]]
+    tests += [partial(run_call, given["function"], *pair) for pair in given["calls"]]
+    for test in tests:
         try:
-            run_test(code, policy)
-            verdict = b"pass\n"
+            verdict = b"pass\n" if test(policy=policy) and not policy.broken else b"fail\n"
         except BaseException:  # noqa: BLE001 - whatever the test raised
             verdict = b"fail\n"
+        policy.broken = False
         os.write(verdicts, verdict)
     os._exit(0)
 

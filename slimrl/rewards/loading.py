@@ -13,7 +13,6 @@ from slimrl.data.import_path import parameters_of_type, resolve
 from slimrl.data.trajectory import Prompt
 from slimrl.rewards.parts import Part, PartsReward, SingleReward
 from slimrl.rewards.retries import NO_RETRIES, Retries
-from slimrl.rewards.scoring import RewardFunction
 
 
 class Supplies(dict[type, Any]):
@@ -28,7 +27,7 @@ NO_SUPPLIES = Supplies()
 class Rewards:
     """What scores trajectories."""
 
-    function: RewardFunction
+    function: SingleReward | PartsReward
     """Of a trajectory and its prompt"""
     group: Sequence[Part] = ()
     """Of a prompt's trajectories and the prompt"""
@@ -66,7 +65,7 @@ def load_rewards(
     )
 
 
-def _function(settings: RewardConfig, loaded: dict[str, Part], retries: Retries) -> RewardFunction:
+def _function(settings: RewardConfig, loaded: dict[str, Part], retries: Retries) -> SingleReward | PartsReward:
     if settings.function:
         return SingleReward(part=loaded["reward.function"], retries=retries)
     return PartsReward(
@@ -151,6 +150,20 @@ def refuse_unknown_names(prompts: Sequence[Prompt], settings: RewardConfig) -> l
             known = ", ".join(settings.by_name)
             meant = suggestion(str(name), settings.by_name)
             problems.append(f"{prompt.source}: {key} is {name!r}; reward.by_name has {known}.{meant}")
+    return problems
+
+
+def refuse_unjudged(prompts: Sequence[Prompt], rewards: Rewards) -> list[str]:
+    """`file:line: problem` of each prompt that a part of its reward refuses by its method `check_prompt`."""
+    problems = []
+    for prompt in prompts:
+        for part in (*rewards.function.parts_of(prompt), *rewards.group):
+            check = getattr(part.function, "check_prompt", None)
+            try:
+                if check is not None:
+                    check(prompt)
+            except ValueError as error:
+                problems.append(f"{prompt.source}: {part.title}: {error}")
     return problems
 
 

@@ -65,6 +65,10 @@ class SingleReward:
     part: Part
     retries: Retries = NO_RETRIES
 
+    def parts_of(self, prompt: Prompt) -> list[Part]:
+        """The parts of the reward of a prompt's trajectories."""
+        return [self.part]
+
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Any:
         """Raises PartFailed."""
         return await _value(self.part, trajectory, prompt, self.retries)
@@ -81,7 +85,7 @@ class PartsReward:
 
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Score:
         """Raises PartFailed, and ValueError if two parts give what only one may."""
-        parts = [*self.parts, *self._named(prompt)]
+        parts = self.parts_of(prompt)
         tasks = [asyncio.create_task(_value(part, trajectory, prompt, self.retries)) for part in parts]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -97,9 +101,10 @@ class PartsReward:
             raise failures[0] from failures[0].__cause__
         return _combined(parts, [_as_score(task.result()) for task in tasks])
 
-    def _named(self, prompt: Prompt) -> list[Part]:
+    def parts_of(self, prompt: Prompt) -> list[Part]:
+        """The parts of the reward of a prompt's trajectories."""
         name = prompt.metadata.get(self.name_key)
-        return [self.by_name[name]] if self.by_name and name is not None else []
+        return [*self.parts, *([self.by_name[name]] if self.by_name and name is not None else [])]
 
 
 async def _value(part: Part, trajectory: Trajectory, prompt: Prompt, retries: Retries) -> Any:

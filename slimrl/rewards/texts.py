@@ -84,15 +84,22 @@ def tagged(text: str, name: str) -> str | None:
 
 
 def fenced(text: str) -> str | None:
-    """The lines of the last closed block between lines that begin with three backticks, without the indentation that
-    all of them have; None if there is none."""
+    """The lines of the last closed fenced block; None if there is none."""
+    blocks = fenced_blocks(text)
+    return blocks[-1][1] if blocks else None
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """The closed blocks between lines that begin with three backticks: what stands behind the first backticks, and the
+    lines within, without the indentation that all of them have."""
+    found: list[tuple[str, str]] = []
+    mark = ""
     block: list[str] | None = None
-    found = None
     for line in text.split("\n"):
         if line.lstrip().startswith(FENCE):
             if block is not None:
-                found = dedent("\n".join(block))
-            block = [] if block is None else None
+                found.append((mark, dedent("\n".join(block))))
+            mark, block = line.strip().strip("`").strip(), [] if block is None else None
         elif block is not None:
             block.append(line)
     return found

@@ -25,6 +25,12 @@ class OfVerifier:
         settings = RewardPartConfig(function=of, args=dict(of_args or {}))
         self._verifier = load_part("of", settings, supplies=supplies)
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError if the verifier refuses a prompt when it is read."""
+        check = getattr(self._verifier.function, "check_prompt", None)
+        if check is not None:
+            check(prompt)
+
     async def start(self) -> None:
         await self._call("start")
 

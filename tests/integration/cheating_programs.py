@@ -194,3 +194,137 @@ for number in os.listdir("/proc/self/fd"):
     "no answer": "print('nan')",
     "nothing": "",
 }
+
+WRITES_MODULES = '''
+import os, sys
+text = """
+import os
+for number in range(64):
+    try:
+        os.write(number, b"pass\\\\n" * 5)
+    except OSError:
+        pass
+def hls_to_rgb(*_): return 0
+class TestCase: pass
+"""
+for folder in {os.getcwd(), ".", "/tmp", "/dev/shm", *sys.path}:
+    for name in ("colorsys", "unittest", "solution", "sitecustomize", "checks"):
+        try:
+            with open(os.path.join(folder, name + ".py"), "w") as file:
+                file.write(text)
+        except OSError:
+            pass
+def double(x): return 0
+'''
+READS_MEMORY = """
+import ctypes, os, re
+class Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+found = b""
+def double(x):
+    global found
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    with open("/proc/self/maps") as maps:  # a fork's addresses are its parent's
+        places = [[int(part, 16) for part in line.split()[0].split("-")] for line in maps]
+    for pid in (os.getppid(), 1):
+        for start, end in places:
+            room = ctypes.create_string_buffer(end - start)
+            ours, theirs = Vector(ctypes.addressof(room), end - start), Vector(start, end - start)
+            if call(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0) > 0:
+                found += room.raw
+    return eval(re.search(b"double.%s. == ([*0-9 ]+)" % re.escape(repr(x)).encode(), found)[1])
+"""
+AGAINST = {
+    "its own math": (
+        "class math:\n    isclose = staticmethod(lambda *_, **__: True)\ndef double(x): return 0",
+        ["assert math.isclose(double(2), 4)"],
+    ),
+    "its own numpy": (
+        "import sys, types\nnp = numpy = types.ModuleType('numpy')\nnp.allclose = lambda *_, **__: True\n"
+        "sys.modules['numpy'] = np\ndef double(x): return 0",
+        ["assert np.allclose(double(2), 4)", "import numpy as np\nassert np.allclose(double(2), 4)"],
+    ),
+    "its own Counter, isclose and deepcopy": (
+        "class Counter:\n    def __init__(self, *_): pass\n    def __eq__(self, _): return True\n"
+        "isclose = lambda *_: True\ndef deepcopy(x): return 0\ndef double(x): return 0",
+        ["assert Counter(double([1])) == Counter([1, 1])", "assert isclose(double(2), 4)",
+         "x = [2]\nassert double(deepcopy(x)) == [2, 2]"],
+    ),
+    "its own re": (
+        "class re:\n    match = fullmatch = search = staticmethod(lambda *_: True)\ndef double(x): return ''",
+        ["assert re.match('aa', double('a'))", "assert re.fullmatch('(ab)+', double('ab'))"],
+    ),
+    "its own helper of the prompt": (
+        "def half(x): return 1\ndef double(x): return 0",
+        {"test": "def check(candidate):\n    assert half(candidate(1)) == 1", "entry_point": "double",
+         "prompt": "def half(x):\n    return x / 2\n\ndef double(x):\n    ..."},
+    ),
+    "modules of Python's beside the tests": (
+        WRITES_MODULES,
+        ["import colorsys\nassert double(1) == colorsys.hls_to_rgb(1, 1, 1)", "assert double(2) == 4",
+         "from solution import double\nimport unittest\n"
+         "class T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(double(2), 4)"],
+    ),
+    "the judge's memory by process_vm_readv": (READS_MEMORY, ["assert double(2) == 4", "assert double(21) == 42"]),
+    "no name where an exception is expected": (
+        "print('nothing')",
+        ["import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
+         "        with self.assertRaises(Exception):\n            double(None)",
+         "try:\n    double(None)\n    failed = False\nexcept KeyError:\n    failed = True\nassert failed"],
+    ),
+    "an end where an exception is expected": (
+        "import os\ndef double(x): os._exit(0)",
+        ["try:\n    double(None)\n    failed = False\nexcept Exception:\n    failed = True\nassert failed",
+         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
+         "        self.assertRaises(Exception, double, None)"],
+    ),
+    "exits where an exception is expected": (
+        "def double(x): raise SystemExit(0)",
+        ["try:\n    double(None)\n    failed = False\nexcept Exception:\n    failed = True\nassert failed"],
+    ),
+    "nothing to be checked": (
+        "def double(x): return []",
+        ["for one in double([1, 2]):\n    assert one in (1, 2)", "import unittest\nclass T(unittest.TestCase):\n"
+         "    def test(self):\n        for one in double([1]):\n            self.assertEqual(one, 1)"],
+    ),
+    "empties what it is given": (
+        "def double(x):\n    x.clear()\n    return x",
+        ["xs = [1, 2]\nassert double(xs) == xs + xs", "xs = [1]\nassert len(double(xs)) == 2 * len(xs)"],
+    ),
+    "a number that is another each time": (
+        "class Odd(int):\n    def __hash__(self): return 0\n    def __eq__(self, _): return True\n"
+        "    def __int__(self): return 4\n    __index__ = __int__\n    def __abs__(self): return 4\n"
+        "def double(x): return Odd(0)",
+        ["assert double(3) == 6", "assert double(10) == 20"],
+    ),
+    "a dict that has every key": (
+        "class Every(dict):\n    def __getitem__(self, _): return 4\n    def __contains__(self, _): return True\n"
+        "    def __eq__(self, _): return True\n    def get(self, *_): return 4\ndef double(x): return Every()",
+        ["assert double(2)['result'] == 4", "assert 'result' in double(2)", "assert double(2) == {'result': 4}"],
+    ),
+    "a Solution and a function that differ": (
+        "class Solution:\n    def double(self, x): raise AttributeError\ndef double(x): return [[x, x]]",
+        {"fn_name": "double", "inputs": [[[1]], [[2]]], "outputs": [[1, 1], [2, 2]]},
+    ),
+    "the harness's own functions": (
+        "import sys, json\nmain = sys.modules['__main__']\nmain.encode = lambda *_: True\n"
+        "main.as_json = main.run_call = lambda *_, **__: True\nmain.Names = dict\n"
+        "json.loads = lambda text: {'value': True}\ndef double(x): return 0",
+        ["assert double(2) == 4", "assert double(3) == 6"],
+    ),
+    "a module that closes the judge's streams": (
+        "import os\nos.closerange(0, 64)\ndef double(x): return 4",
+        ["assert double(2) == 4"],
+    ),
+}  # fmt: skip
+"""Programs with the tests that they try to pass: what a test uses, what it expects, and where it runs."""
+PRINTED = {
+    "numbers near everything": "print('1e9999')",
+    "not a number": "print('nan')",
+    "an infinity": "print('inf')",
+    "all answers in a line": "print('0.5 0.25')",
+    "digits without an end": "print('0.' + '9' * 200000)",
+    "other digits": "print('\\u0660.\\u0665')",
+    "answers from the judge's memory": READS_MEMORY.replace("def double(x):", "def look(x):") + "\nprint(look(1))",
+}
+"""Programs that print, where 0.5 and 0.25 are expected."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 import pytest
-from cheating_programs import FUNCTION, OUTPUT
+from cheating_programs import AGAINST, FUNCTION, OUTPUT, PRINTED
 from reward_cases import asked, said
 from sandboxes import needs_namespaces
 
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 LIMITS = {"wall_s": 6.0, "cpu_s": 2}
 ASSERTS = ["assert double(2) == 4", "assert double(10**20) == 2 * 10**20", "assert double('ab') == 'abab'"]
 CASES = {"inputs": ["2\n", "21"], "outputs": ["4\n", "42\n"]}
-CALLS = {"fn_name": "double", "inputs": [["1"]], "outputs": [["2"]]}
 UNITTEST = """
 import unittest
 from solution import Stack
@@ -119,6 +118,43 @@ def test_no_cheat_prints_what_is_expected(graded, name):
 
 
 @needs_namespaces
+@pytest.mark.parametrize("name", AGAINST)
+def test_no_cheat_against_the_tests_is_paid(graded, name):
+    code, tests = AGAINST[name]
+    assert graded(code, tests) == 0
+
+
+@needs_namespaces
+@pytest.mark.parametrize("name", PRINTED)
+def test_no_number_is_near_every_number(graded, name):
+    assert graded(PRINTED[name], {"inputs": ["1", "2"], "outputs": ["0.5", "0.25"]}) == 0
+
+
+HONEST = [
+    ("def double(x): return x + x", "its own math"),
+    ("def double(x): return x + x", "its own numpy"),
+    ("def double(x): return x + x", "its own Counter, isclose and deepcopy"),
+    ("def double(x): return x + x", "its own re"),
+    ("def double(x): return x + x", "its own helper of the prompt"),
+    ("def double(x): return x + x", "no name where an exception is expected"),
+    ("def double(x): return x + x", "an end where an exception is expected"),
+    ("def double(x): return x + x", "empties what it is given"),
+    ("def double(x): return list(x)", "nothing to be checked"),
+    ("def double(x): return {'result': 2 * x}", "a dict that has every key"),
+    ("class Solution:\n    def double(self, x): return x + x", "a Solution and a function that differ"),
+]
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("code", "name"), HONEST)
+def test_an_honest_program_is_paid_where_a_cheat_is_not(graded, code, name):
+    tests = AGAINST[name][1]
+    if name == "no name where an exception is expected":
+        tests = [text.replace("KeyError", "TypeError") for text in tests]
+    assert graded(code, tests) == 1
+
+
+@needs_namespaces
 async def test_all_must_be_passed_unless_a_fraction_is_asked_for():
     pool = SandboxPool(SandboxConfig(limits=SandboxLimits(**LIMITS)))
     reward = CodeTests(sandbox=pool, tests_key="hidden")
@@ -136,9 +172,8 @@ async def test_all_must_be_passed_unless_a_fraction_is_asked_for():
             await reward(said(None, before=[{"role": "tool", "content": f"```\n{code}\n```"}]), asked(hidden=ASSERTS))
             == 0
         )
-        for tests in (None, [], "", {}, [""], {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, CALLS):
-            with pytest.raises(ValueError, match=r"metadata\.hidden of g has no tests"):
-                await reward(said("```\nx\n```"), asked(hidden=tests))
+        with pytest.raises(ValueError, match=r"metadata\.hidden: has no tests"):
+            await reward(said("```\nx\n```"), asked(hidden=None))
     finally:
         await pool.close()
 

@@ -1,7 +1,7 @@
 """The sandbox that the rest of slimrl uses: a backend, behind admission to it."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from slimrl.agent.sandbox.admission import Admission
@@ -10,6 +10,7 @@ from slimrl.agent.sandbox.container import ContainerSandbox
 from slimrl.agent.sandbox.interface import Language, Program, Result, Sandbox, Session
 from slimrl.agent.sandbox.remote import RemoteSandbox
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
+from slimrl.agent.sandbox.visible import installed, package_paths
 from slimrl.agent.supplied import Supplied
 from slimrl.config.schema.agent import SandboxBackend, SandboxConfig, SandboxLimits
 
@@ -45,6 +46,17 @@ class SandboxPool(Supplied):
         queue = partial(Admission, max_waiting=config.max_waiting, wait_s=config.wait_s)
         self._runs = queue(max_running=num_nodes * config.max_running)
         self._sessions = queue(max_running=num_nodes * config.max_sessions)
+
+    def lacks(self, module: str) -> bool:
+        """Whether programs cannot import a module that is not the standard library's, as far as the settings say."""
+        return self._modules is not None and module not in self._modules
+
+    @cached_property
+    def _modules(self) -> set[str] | None:
+        """The modules of bubblewrap's packages; None for another backend, of which they are not known."""
+        if self._config.backend is not SandboxBackend.bubblewrap:
+            return None
+        return {path.stem for path in package_paths(installed(self._config.packages))}
 
     async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
         """Raises SandboxBusy, besides what the backend raises."""

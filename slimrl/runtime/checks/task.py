@@ -19,7 +19,7 @@ from slimrl.data.import_path import resolve
 from slimrl.data.prompts import read_prompts
 from slimrl.data.rows import BrokenRows
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unknown_names
+from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unjudged, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.episodes import EpisodeCode, load_episode_code
 from slimrl.runtime.checks.sandbox import check_sandbox
@@ -57,16 +57,17 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
     data, attempts = recipe.data, Attempts(loaded)
     sandbox = SandboxPool(recipe.agent.sandbox)
     code = attempts.get("agent", lambda: load_episode_code(loaded, sandbox))
+    rewards = load_rewards(recipe.reward, attempts.get, Supplies({SandboxPool: sandbox}))
     values: dict[str, Any] = {
-        "rewards": load_rewards(recipe.reward, attempts.get, Supplies({SandboxPool: sandbox})),
+        "rewards": rewards,
         "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "sandbox": sandbox,
         "train": {
-            name: attempts.get(data.train_key(name), partial(_read_training, name, Path(path), recipe))
+            name: attempts.get(data.train_key(name), partial(_read_training, name, Path(path), recipe, rewards))
             for name, path in (data.train_files.items() if train else ())
         },
         "eval_sets": {
-            name: attempts.get(f"data.eval.{name}", partial(_read, Path(path), data.keys_of_eval, recipe))
+            name: attempts.get(f"data.eval.{name}", partial(_read, Path(path), data.keys_of_eval, recipe, rewards))
             for name, path in (data.eval.items() if evaluate else ())
         },
     }
@@ -84,17 +85,26 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
     return task
 
 
-def _read(path: Path, keys: dict[str, str], recipe: Recipe) -> list[Prompt]:
-    """The prompts of a file; raises ValueError for broken lines, and for rewards that the recipe does not have."""
+def _read(path: Path, keys: dict[str, str], recipe: Recipe, rewards: Rewards | None) -> list[Prompt]:
+    """The prompts of a file.
+
+    Args:
+        rewards: None if they could not be loaded.
+
+    Raises:
+        ValueError: broken lines, rewards that the recipe does not have, prompts that a reward refuses.
+    """
     prompts = read_prompts(path, keys)
     if unknown := refuse_unknown_names(prompts, recipe.reward):
         raise BrokenRows(unknown)
+    if rewards is not None and (unjudged := refuse_unjudged(prompts, rewards)):
+        raise BrokenRows(unjudged)
     return prompts
 
 
-def _read_training(name: str, path: Path, recipe: Recipe) -> list[Prompt]:
+def _read_training(name: str, path: Path, recipe: Recipe, rewards: Rewards | None) -> list[Prompt]:
     """The prompts of a file; ids of those of `data.more` begin with its name, since other files may have the same."""
-    prompts = _read(path, recipe.data.keys, recipe)
+    prompts = _read(path, recipe.data.keys, recipe, rewards)
     return prompts if name == "train" else [replace(one, prompt_id=f"{name}/{one.prompt_id}") for one in prompts]
 
 

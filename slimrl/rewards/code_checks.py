@@ -1,0 +1,331 @@
+"""What a test in Python checks, and where its names come from.
+
+This needs the standard library only, since the sandbox runs the file too, in the process that judges.
+
+1. A check is an `assert` statement, or a statement that calls something named `assert...` or `raises`, alone or in a
+   `with`: unittest, numpy.testing, pytest.
+2. It is reached if it stands outside of functions, in a function `test...`, in a class of tests, or in what these use.
+   A test without a reached check is refused. One that is run counts the checks that hold (`counted`).
+3. A name that a test uses and does not define is Python's own if Python has it, else the program's (`Sources`).
+"""
+
+import ast
+import builtins
+import importlib
+import symtable
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+SOLUTION = "solution"
+"""Name of the module that holds the policy's program."""
+CHECKED = "__checked__"
+"""Name of what a counted test calls after each check that held."""
+PACKAGES = {"np": "numpy", "numpy": "numpy", "pytest": "pytest", "sympy": "sympy", "scipy": "scipy", "pd": "pandas"}
+"""Modules beside the standard library that tests name without importing them."""
+HELPERS = {
+    "collections": ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"),
+    "copy": ("deepcopy",),
+    "datetime": ("timedelta",),
+    "decimal": ("Decimal",),
+    "fractions": ("Fraction",),
+    "json": ("dumps", "loads"),
+    "math": ("inf", "isclose", "isinf", "isnan", "nan", "pi"),
+    "pytest": ("approx", "raises"),
+    "typing": ("Any", "Dict", "List", "Optional", "Set", "Tuple", "Union"),
+}
+"""Names that tests use as helpers: Python's wherever the program has something else to give."""
+AMBIGUOUS = ("collections", "math", "itertools", "functools", "heapq", "bisect", "copy", "statistics", "datetime")
+"""Modules whose other names (gcd, product, mean) may be Python's or what the program is asked for."""
+_IMPLICIT = {*dir(builtins), "__file__", "__annotations__"}
+
+type Definition = ast.FunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the names come from that a test uses and does not define."""
+
+    python: dict[str, str]
+    """Name -> `module` or `module:attribute`."""
+    program: frozenset[str]
+    """What the policy's program has to give."""
+    packages: frozenset[str]
+    """Modules beside the standard library that the test needs."""
+
+
+def check_test(text: str, setup: str = "") -> None:
+    """
+    Args:
+        setup: code that is run before the test.
+
+    Raises:
+        ValueError: it is no Python, nothing is checked by it, or it needs what the program's process cannot give.
+    """
+    trees = [parsed(setup), parsed(text)]
+    for node in ast.walk(trees[1]):
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
+            raise ValueError(f"line {node.lineno}: is asynchronous, and coroutines stay in the program's process")
+    _refuse_arguments(trees[1])
+    if not any(_is_check(node) for root in _reached(trees) for node in ast.walk(root)):
+        raise ValueError(_why_unchecked(trees[1]))
+
+
+def parsed(text: str) -> ast.Module:
+    """Raises ValueError for what is no Python."""
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        hint = "; a doctest has to be written with assert" if text.lstrip().startswith(">>>") else ""
+        raise ValueError(f"line {error.lineno}: is no Python: {error.msg}{hint}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"is no Python: {error}") from error
+
+
+def sources(texts: Sequence[str], setup: str = "", entry: str = "") -> Sources:
+    """Where the names of tests come from.
+
+    Args:
+        texts: all tests of one program.
+        setup: code that is run before each.
+        entry: the name of the program that is tested; empty if the tests name it themselves.
+
+    Raises:
+        ValueError: it cannot be told which of the names are the program's.
+    """
+    trees = [parsed(text) for text in texts]
+    given = _scope(setup)
+    open_names = [used - defined - given.defined - _IMPLICIT for used, defined in map(_scope_of_text, texts)]
+    unknown = set().union(given.used - given.defined - _IMPLICIT, *open_names)
+    imported = {name for tree in [parsed(setup), *trees] for name in _imported_modules(tree)}
+    modules = {name for name in unknown - {entry} if _is_module(name) and _has_attributes_read(name, trees)}
+    rest = unknown - modules - {entry}
+    python = {name: PACKAGES.get(name, name) for name in modules}
+    helpers = {name: f"{module}:{name}" for module, names in HELPERS.items() for name in names if name in rest}
+    ambiguous = {name: f"{module}:{name}" for name in rest - {*helpers} if (module := _ambiguous_module(name))}
+    own = rest - {*helpers} - {*ambiguous}
+    if entry:
+        if own:
+            raise ValueError(f"uses {_list(own)}, which neither the test nor Python has; define it in the test's setup")
+        program = {entry}
+    elif SOLUTION in imported:
+        program = own | {name for tree in trees for name in _imported_from_solution(tree)}
+    elif own:
+        if ambiguous:
+            raise ValueError(_unclear(ambiguous))
+        program = own
+    else:
+        # Some tasks ask for a function that Python has too, such as gcd or sum.
+        program = rest or _builtins_called(trees)
+        if len(program) > 1:
+            program = program.intersection(*map(_names_read, trees))
+        if len(program) != 1:
+            raise ValueError(_unclear(rest) if rest else "asks nothing of the program")
+    python |= {name: source for name, source in (helpers | ambiguous).items() if name not in program}
+    needed = {source.partition(":")[0].partition(".")[0] for source in python.values()} | imported
+    return Sources(python, frozenset(program), frozenset(needed - sys.stdlib_module_names - {SOLUTION}))
+
+
+def counted(text: str) -> ast.Module:
+    """A test that calls CHECKED after each check that held, and does not begin a run of unittest or pytest itself."""
+    tree = parsed(text)
+    _Counted().generic_visit(tree)
+    return ast.fix_missing_locations(tree)
+
+
+def without(text: str, name: str) -> str:
+    """Code without its definition of a function or class: the unfinished one that a prompt has."""
+    tree = parsed(text)
+    tree.body = [node for node in tree.body if not (isinstance(node, Definition.__value__) and node.name == name)]
+    return ast.unparse(tree)
+
+
+class _Counted(ast.NodeTransformer):
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.AST]:
+        if isinstance(node, ast.Expr) and _begins_a_run(node.value):
+            return ast.copy_location(ast.Pass(), node)
+        self.generic_visit(node)
+        if not _is_check(node):
+            return node
+        call = ast.Expr(ast.Call(ast.Name(CHECKED, ast.Load()), [], []))
+        return [node, ast.copy_location(call, node)]
+
+
+def _begins_a_run(node: ast.expr) -> bool:
+    """Whether it is `unittest.main()` or `pytest.main()`, or `sys.exit` of one."""
+    if not isinstance(node, ast.Call):
+        return False
+    if _called(node) == "exit":
+        return any(map(_begins_a_run, node.args))
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    return _called(node) == "main" and isinstance(owner, ast.Name) and owner.id in ("unittest", "pytest")
+
+
+def _is_check(node: ast.AST) -> bool:
+    if isinstance(node, ast.Expr):
+        return _is_check_call(node.value)
+    if isinstance(node, ast.With):
+        return any(_is_check_call(item.context_expr) for item in node.items)
+    return isinstance(node, ast.Assert)
+
+
+def _is_check_call(node: ast.expr) -> bool:
+    name = _called(node)
+    return name.lower().startswith("assert") or name == "raises"
+
+
+def _called(node: ast.AST) -> str:
+    """The last part of the name that a call names; empty if it is none."""
+    match node:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name
+    return ""
+
+
+def _definitions(tree: ast.Module) -> list[Definition]:
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+
+
+def is_unittest(node: ast.ClassDef) -> bool:
+    return any("TestCase" in ast.unparse(base) for base in node.bases)
+
+
+def _is_test(node: Definition) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return node.name.startswith("test")
+    return node.name.startswith("Test") or is_unittest(node)
+
+
+def _reached(trees: Sequence[ast.Module]) -> Iterator[ast.AST]:
+    """Statements outside of definitions, tests, and the definitions that these use, directly or not."""
+    known = {node.name: node for tree in trees for node in _definitions(tree)}
+    waiting: list[ast.AST] = [node for tree in trees for node in tree.body if node not in known.values()]
+    waiting += [known.pop(name) for name in [*known] if _is_test(known[name])]
+    while waiting:
+        yield (root := waiting.pop())
+        waiting += [known.pop(name) for name in _names_read(root) if name in known]
+
+
+def _names_read(root: ast.AST) -> list[str]:
+    return [node.id for node in ast.walk(root) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+
+
+def _refuse_arguments(tree: ast.Module) -> None:
+    """Raises ValueError for a test function that would be called with arguments."""
+    read = set(_names_read(tree))
+    for node in filter(_is_test, _definitions(tree)):
+        if isinstance(node, ast.FunctionDef):
+            tests = [(node, 0)] if node.name not in read else []
+        else:
+            inner = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
+            tests = [] if is_unittest(node) else [(one, 1) for one in inner]
+        for test, bound in tests:
+            arguments = test.args
+            required = len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) - bound
+            if required > 0 or None in arguments.kw_defaults:
+                raise ValueError(
+                    f"line {test.lineno}: {test.name} takes arguments; fixtures and parameters of pytest are not given"
+                )
+
+
+def _why_unchecked(tree: ast.Module) -> str:
+    functions = [node for node in _definitions(tree) if any(map(_is_check, ast.walk(node)))]
+    if functions:
+        names, lines = _list(node.name for node in functions), functions[0].lineno
+        return f"line {lines}: {names} is never called, so nothing is checked; `entry_point` names what to call it with"
+    if any(isinstance(node, ast.Expr) for node in tree.body):
+        return f"line {tree.body[0].lineno}: has an expression and no assert, so nothing is checked"
+    return "has no assert, so nothing is checked"
+
+
+@dataclass(frozen=True)
+class _Scope:
+    used: set[str]
+    defined: set[str]
+
+
+def _scope_of_text(text: str) -> tuple[set[str], set[str]]:
+    scope = _scope(text)
+    return scope.used, scope.defined
+
+
+def _scope(text: str) -> _Scope:
+    """The names that code uses as global ones, and those that it defines."""
+    scope = _Scope(set(), {name for module in _star_imports(parsed(text)) for name in _public(module)})
+    _add(symtable.symtable(text, "<test>", "exec"), scope, top=True)
+    scope.defined.add("__name__")
+    return scope
+
+
+def _add(table: symtable.SymbolTable, scope: _Scope, *, top: bool) -> None:
+    for symbol in table.get_symbols():
+        is_global = top or symbol.is_global()
+        if is_global and symbol.is_referenced():
+            scope.used.add(symbol.get_name())
+        if is_global and (symbol.is_assigned() or symbol.is_imported()):
+            scope.defined.add(symbol.get_name())
+    for inner in table.get_children():
+        _add(inner, scope, top=False)
+
+
+def _star_imports(tree: ast.Module) -> list[str]:
+    return [
+        node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*"
+    ]
+
+
+def _public(module: str) -> Iterable[str]:
+    """The names that `from module import *` gives; none of a module that is not Python's own."""
+    if module.partition(".")[0] not in sys.stdlib_module_names:
+        return []
+    loaded = importlib.import_module(module)
+    return getattr(loaded, "__all__", [name for name in vars(loaded) if not name.startswith("_")])
+
+
+def _imported_from_solution(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == SOLUTION:
+            yield from (one.name for one in node.names if one.name != "*")
+
+
+def _imported_modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (one.name.partition(".")[0] for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def _builtins_called(trees: Sequence[ast.Module]) -> set[str]:
+    called = {_called(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return called & {*dir(builtins)}
+
+
+def _is_module(name: str) -> bool:
+    return name in sys.stdlib_module_names or name in PACKAGES
+
+
+def _has_attributes_read(name: str, trees: Sequence[ast.Module]) -> bool:
+    return any(
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
+        for tree in trees
+        for node in ast.walk(tree)
+    )
+
+
+def _ambiguous_module(name: str) -> str:
+    """The module of AMBIGUOUS that has a name; empty if none has."""
+    return next((module for module in AMBIGUOUS if name in _public(module)), "")
+
+
+def _unclear(names: Iterable[str]) -> str:
+    return (
+        f"uses {_list(names)}, which Python has too; import what is meant to be Python's, "
+        f"or what is the program's by `from {SOLUTION} import ...`"
+    )
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

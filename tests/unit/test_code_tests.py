@@ -1,0 +1,296 @@
+"""Tests of programs as they stand in data: which are taken, what they mean, and which are refused when read."""
+
+# ruff: noqa: E501
+import base64
+import json
+import pickle
+import zlib
+from pathlib import Path
+
+import pytest
+from published_tests import ITEMS, table
+from reward_cases import asked
+
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
+from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
+from slimrl.data.prompts import read_prompts
+from slimrl.rewards.code import CodeTests, program_block, same_output
+from slimrl.rewards.code_checks import sources
+from slimrl.rewards.code_tests import Calls, Cases, Texts, read_tests
+from slimrl.rewards.loading import Supplies, load_rewards, refuse_unjudged
+
+CHECK = "def check(candidate):\n    assert candidate(1) == 2"
+PAGE = Path(__file__).parents[2] / "docs" / "code_tests.md"
+
+
+def read(label, **metadata):
+    return read_tests(asked(label, **metadata))
+
+
+def test_json_text_means_what_it_says():
+    tests = {"inputs": ["3\n", ["a", "b"]], "outputs": ["6\n", "c"]}
+    assert read(tests) == read(json.dumps(tests)) == Cases([("3\n", "6\n"), ("a\nb", "c")])
+    calls = {"fn_name": "f", "inputs": [[1, "a"], [2, "b"]], "outputs": [[3], [4]]}
+    assert read(calls) == read(json.dumps(calls)) == Calls("f", [([1, "a"], [[3], 3]), ([2, "b"], [[4], 4])])
+    assert read({**calls, "outputs": [[3], [4, 5]]}) == Calls("f", [([1, "a"], [[3]]), ([2, "b"], [[4, 5]])])
+    assert read('["assert f(1) == 2"]').texts == read(["assert f(1) == 2"]).texts == ["assert f(1) == 2"]
+    row = {"fn_name": "f", "inputs": ['1\n"a"'], "outputs": ['{"b": null}']}
+    assert read(row) == Calls("f", [([1, "a"], [{"b": None}])])
+
+
+def test_packed_cases_are_read_and_not_unpickled(tmp_path):
+    class Writes:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "touched",))
+
+    cases = json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}])
+    assert read(packed(cases)) == Cases([("1", "2")])
+    for harmful in (Writes(), [cases, Writes()], b"bytes", 7):
+        with pytest.raises(ValueError, match=r"^label: the compressed tests are no pickle of one text"):
+            read(packed(harmful))
+    assert not (tmp_path / "touched").exists()
+
+
+def packed(value):
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def test_what_stands_beside_the_tests_is_found_in_the_metadata():
+    tests = read(
+        CHECK, entry_point="Solution().add", prompt="from typing import *\nclass Solution:\n    ...\nk = 3\nRun it."
+    )
+    assert isinstance(tests, Texts)
+    assert tests.before == ""  # a prompt with words in it is no program
+    tests = read(CHECK, entry_point="Solution().add", prompt="from typing import *\nclass Solution:\n    ...\nk = 3")
+    assert tests.before == "from typing import *\nk = 3"
+    assert tests.texts == [f"{CHECK}\n\ncheck(Solution().add)\n"]
+    assert tests.names.program == {"Solution"}
+    assert read(f"{CHECK}\ncheck(add)").names.program == {"add"}
+    tests = read(["assert f(root) == 1"], test_setup_code="root = Node(1)\r\nk = 2", test_imports=["import math"])
+    assert tests.setup == "import math\nroot = Node(1)\nk = 2"
+    assert tests.names.program == {"f", "Node"}
+
+
+@pytest.mark.parametrize(
+    ("tests", "python", "program"),
+    [
+        (["assert math.isclose(f(2), 5)"], {"math": "math"}, {"f"}),
+        (["assert np.allclose(f(2), 5)", "assert f(3) == numpy.pi"], {"np": "numpy", "numpy": "numpy"}, {"f"}),
+        (["assert f(2) == pytest.approx(5)"], {"pytest": "pytest"}, {"f"}),
+        (["assert f(2) == approx(5)"], {"approx": "pytest:approx"}, {"f"}),
+        (["assert re.match('a', f(2))"], {"re": "re"}, {"f"}),
+        (["assert Counter(f(2)) == Counter('a')"], {"Counter": "collections:Counter"}, {"f"}),
+        (["from math import *\nassert f(2) == gcd(4, 6)"], {}, {"f"}),
+        (["from solution import *\nassert gcd(4, 6) == 2"], {"gcd": "math:gcd"}, set()),
+        (["from solution import gcd\nassert gcd(4, 6) == 2"], {}, {"gcd"}),
+        (["assert gcd(4, 6) == 2", "assert isclose(gcd(1, 1), 1)"], {"isclose": "math:isclose"}, {"gcd"}),
+        (["assert sum(10, 15) == 6", "assert sum(1, max(1, 2)) == 1"], {}, {"sum"}),
+        (["assert max(f(2)) == 3"], {}, {"f"}),
+        (["assert [k for k in f(2)] == [x := 1, x]"], {}, {"f"}),
+        (["def same(a, b=lambda: f):\n    global seen\n    seen = a\n    assert a == b()(1)\nsame(seen)"], {}, {"f"}),
+        (["class T:\n    size = 3\n    def test(self):\n        assert f(self.size) == other\nT().test()"], {}, {"f", "other"}),
+    ],
+)  # fmt: skip
+def test_names_of_python_come_from_python_and_others_from_the_program(tests, python, program):
+    found = sources(tests)
+    assert (found.python, set(found.program)) == (python, program)
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        (None, "label: has no tests: null"),
+        ([], r"label: has no tests: \[\]"),
+        ("", 'label: has no tests: ""'),
+        ([""], r"label: has no assert, so nothing is checked"),
+        ({}, "label: has no tests; known keys are inputs"),
+        ({"tests": ["assert f(1)"]}, "label: has no tests; known keys are inputs.*, and it has tests"),
+        ({"inputs": [], "outputs": []}, "label: has 0 inputs and 0 outputs"),
+        ({"inputs": ["1"], "outputs": []}, "label: has 1 inputs and 0 outputs"),
+        ({"inputs": "1", "outputs": "2"}, "label: inputs and outputs must be lists"),
+        ({"inputs": [3], "outputs": ["3"]}, r"label\.inputs\[0\]: must be a text or a list of lines, not 3"),
+        ({"inputs": ["3"], "outputs": [["3", None]]}, r"label\.outputs\[0\]: must be a text or a list of lines"),
+        ({"inputs": ["3", "4"], "outputs": ["", " \n"]}, "label: no output has any text"),
+        ({"fn_name": 3, "inputs": [[3]], "outputs": [[3]]}, "fn_name: 3 is no name of a function"),
+        ({"fn_name": "f", "inputs": [3], "outputs": [3]}, r"label\.inputs\[0\]: must be a list, not 3"),
+        ({"fn_name": "f", "inputs": ["3", "x"], "outputs": ["3", "4"]}, r"label\.inputs\[1\]: begins as JSON does and is none"),
+        ('{"inputs": ["3"], "outputs": ["3"]', "label: begins as JSON does and is none"),
+        ([{"input": "1", "output": "2"}], r"label\[0\]: must be an object with input, output and testtype"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], r"functional tests need the function's name, metadata\.func_name"),
+        ([{"input": "1", "output": "2", "testtype": "file"}], "testtype must be stdin in all cases, or functional"),
+        (CHECK, "label: line 1: check is never called, so nothing is checked; `entry_point` names what to call it with"),
+        ("def helper(x):\n    assert f(x)\nhelper2 = 3", "line 1: helper is never called"),
+        ("async def test_f():\n    assert await f(1) == 2", "line 1: is asynchronous"),
+        ("import unittest\nclass T(unittest.IsolatedAsyncioTestCase):\n    async def test(self):\n        self.assertTrue(1)", "line 3: is asynchronous"),
+        (">>> add(1, 2)\n3", "label: line 1: is no Python: invalid syntax; a doctest has to be written with assert"),
+        ('def f():\n    """\n    >>> f()\n    3\n    """', "has no assert"),
+        ("add(1, 2) == 3", "label: line 1: has an expression and no assert"),
+        (["assert f(1) == 2", "f(2) == 3"], r"label\[1\]: line 1: has an expression and no assert"),
+        ("# to be written", "label: has no assert"),
+        ("6", "label: line 1: has an expression and no assert"),
+        ('"6"', "label: line 1: has an expression and no assert"),
+        (6, "label: has no tests: 6"),
+        ("assert f(1) == 2\n  assert f(2)", "label: line 2: is no Python: unexpected indent"),
+        ("import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_f(x):\n    assert f(x)", "line 3: test_f takes arguments; fixtures and parameters"),
+        ("class TestF:\n    def test_f(self, capsys):\n        assert f(1)", "line 2: test_f takes arguments"),
+        ("assert product(f(2)) == 3", "uses product, which Python has too"),
+        ("assert gcd(lcm(1, 2), 3) == 1", "uses gcd, lcm, which Python has too"),
+        ("assert True", "asks nothing of the program"),
+        (["assert f(1) == 2", 3], r"label\[1\]: must be a text, not 3"),
+    ],
+)  # fmt: skip
+def test_tests_that_check_nothing_or_mean_nothing_known_are_refused(label, problem):
+    with pytest.raises(ValueError, match=problem):
+        read(label)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "if __name__ == '__main__':\n    assert f(1) == 2",
+        "class TestF:\n    def test_f(self):\n        assert f(1) == 2",
+        "import unittest\nclass A(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)\nif __name__ == '__main__':\n    unittest.main()",
+        "import numpy as np\nnp.testing.assert_allclose(f(1), 2)",
+        "import pytest\nwith pytest.raises(ValueError):\n    f(1)",
+        "def helper(x):\n    assert f(x) == 2\ndef test_f():\n    helper(1)",
+        f"{CHECK}\ndef test_all():\n    check(f)",
+        "def test_values(x):\n    assert f(x) == 2\ntest_values(1)",
+    ],
+)  # fmt: skip
+def test_tests_of_other_forms_are_taken(label):
+    assert read(label).names.program == {"f"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("Find a root.", "uses poly, which neither the test nor Python has; define it in the test's setup"),
+        ("def poly(x):\n    return x\n\ndef root():\n    ...", None),
+    ],
+)
+def test_what_judges_is_not_the_program_s_where_the_program_s_name_is_given(text, problem):
+    prompt = asked("def check(candidate):\n    assert poly(candidate()) == 0", text, entry_point="root")
+    if problem is None:
+        assert read_tests(prompt).names.program == {"root"}
+        return
+    with pytest.raises(ValueError, match=problem):
+        read_tests(prompt)
+
+
+@pytest.mark.parametrize(
+    ("packages", "backend", "problem"),
+    [
+        (
+            ["numpy", "sympy"],
+            SandboxBackend.bubblewrap,
+            "tests need pytest, which agent.sandbox.packages does not give",
+        ),
+        (["pytest"], SandboxBackend.bubblewrap, None),
+        ([], SandboxBackend.container, None),
+    ],
+)
+def test_a_package_that_tests_need_must_be_in_the_sandbox(packages, backend, problem):
+    reward = CodeTests(sandbox=SandboxPool(SandboxConfig(packages=packages, backend=backend)))
+    prompt = asked(["assert f(1) == pytest.approx(2)", "import os.path\nassert f(2) == 3"])
+    if problem is None:
+        reward.check_prompt(prompt)
+        return
+    with pytest.raises(ValueError, match=problem):
+        reward.check_prompt(prompt)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        RewardPartConfig(function="slimrl.rewards.code:CodeTests"),
+        RewardPartConfig(
+            function="slimrl.rewards.length:CosineLength",
+            args={"of": "slimrl.rewards.code:CodeTests", "max_tokens": 100},
+        ),
+    ],
+)
+def test_a_row_is_refused_by_its_line_when_it_is_read(tmp_path, part):
+    file = tmp_path / "rows.jsonl"
+    rows = [("a", "assert f(1) == 2"), ("b", "f(1) == 2"), ("c", CHECK), ("other", "6")]
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": name, "label": label, "metadata": {"reward": "math" if name == "other" else "code"}}) + "\n"
+            for name, label in rows
+        )
+    )  # fmt: skip
+    settings = RewardConfig(
+        function="", by_name={"code": part, "math": RewardPartConfig(function="slimrl.rewards.math:boxed_exact")}
+    )
+    supplies = Supplies({SandboxPool: SandboxPool(SandboxConfig())})
+    rewards = load_rewards(settings, lambda _, call: call(), supplies)
+    problems = refuse_unjudged(read_prompts(file), rewards)
+    assert [line.split(": ", 1)[0] for line in problems] == [f"{file}:2", f"{file}:3"]
+    assert "code (slimrl.rewards." in problems[0]
+    assert "has an expression and no assert" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("6\n", "6", True),
+        ("  6  \n\n", "6", True),
+        ("6", "7", False),
+        ("", "6", False),
+        ("1 2\n3", "1 2 \n3\n", True),
+        ("1\n2", "1 2", False),
+        ("1 2 3", "1 2", False),
+        ("1  2", "1 2", True),
+        ("6.0", "6", True),
+        ("6.00001", "6", False),
+        ("1000000007", "1000000008", False),
+        ("0.333333", "0.3333333333", True),
+        ("0.3334", "0.3333333333", False),
+        ("-0.5", "0.5", False),
+        ("1e-3", "0.001", True),
+        ("nan", "nan", True),
+        ("nan", "0.5", False),
+        ("inf", "1e9999", False),
+        ("1_0", "10", False),
+        ("YES", "yes", False),
+        ("NaN 0.5", "0.5 0.5", False),
+    ],
+)
+def test_printed_numbers_may_be_written_otherwise_and_fractions_be_near(printed, expected, same):
+    assert same_output(printed, expected) is same
+
+
+PROGRAM = "def f(x):\n    return x"
+READER = "print(input())"
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "program"),
+    [
+        (f"```python\n{PROGRAM}\n```\nUse:\n```python\nf(3)\nprint(f(4))\n```", ["assert f(1) == 1"], PROGRAM),
+        (f"```python\n{PROGRAM}\n```\nIt prints\n```\n3\n```", ["assert f(1) == 1"], PROGRAM),
+        (f"```\n{PROGRAM}\n```\nRun\n```bash\npython f.py\n```", ["assert f(1) == 1"], PROGRAM),
+        (f"```\n{PROGRAM}\n```\nUse\n```python\nf(3)\n```", ["assert f(1) == 1"], PROGRAM),
+        (f"```py\n{PROGRAM} + 1\n```\nBetter:\n```py\n{PROGRAM}\n```", ["assert f(1) == 1"], PROGRAM),
+        (f"```Python3\n{PROGRAM}\n```\n```python\ng = 1\n```", '{"fn_name": "f", "inputs": [[1]], "outputs": [[1]]}', PROGRAM),
+        ("```python\nclass Solution:\n    ...\n```\n```python\nSolution().f(3)\n```", {"fn_name": "f", "inputs": [[1]], "outputs": [[1]]}, "class Solution:\n    ..."),
+        (f"```python\n{PROGRAM}\n```\n```python\nf(3)\n```", "from solution import f\nassert f(1) == 1", PROGRAM),
+        ("```python\nf = len\n```\n```python\nassert f == len\n```", ["assert f('a') == 1"], "f = len"),
+        (f"```python\n{READER}\n```\nInput\n```\n3\n```\nOutput\n```text\n3\n```", {"inputs": ["3"], "outputs": ["3"]}, READER),
+        (f"```python\n{READER}\n```\nOr by hand\n```python\nprint(3)\n```", {"inputs": ["3"], "outputs": ["3"]}, READER),
+        ("```python\nprint(1)\n```\n```\n1\n```", {"inputs": ["3"], "outputs": ["3"]}, "print(1)"),
+        ("```python\nx = 1\n```\n```python\ny = 2\n```", ["assert f(1) == 1"], "y = 2"),
+        (f"```python\n{PROGRAM}\n```\n```python\n{PROGRAM} + 1", ["assert f(1) == 1"], PROGRAM),
+        ("No block.", ["assert f(1) == 1"], None),
+        ("```python\n```", ["assert f(1) == 1"], None),
+    ],
+)  # fmt: skip
+def test_the_program_is_the_block_that_the_tests_mean(text, label, program):
+    assert program_block(text, read(label)) == program
+
+
+def test_the_table_of_the_docs_has_every_row():
+    text = PAGE.read_text().split("<!-- generated by tests/published_tests.py -->\n")[1].split("\n<!-- end -->")[0]
+    assert text.splitlines() == table()
+    assert len(ITEMS) >= 60
+    assert len({(item.source, item.form) for item in ITEMS}) == len(ITEMS)
