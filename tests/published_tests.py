@@ -196,6 +196,11 @@ _mbpp(
     setup="root = Node(1)\r\nroot.left = Node(2)",
 )
 _mbpp(
+    "objects of the row's class", ["assert total(Pair(1, 2)) == 3", "assert total(Pair(5, 5)) == 10"],
+    "def total(pair):\n    return pair.first + pair.second", "def total(pair):\n    return 3",
+    setup="class Pair(object):\n    def __init__(self, first, second):\n        self.first = first\n        self.second = second",
+)  # fmt: skip
+_mbpp(
     "a list, the outer brackets in place",
     ["assert squares([1, 2, 3])==([1, 4, 9])", "assert squares([])==([])"],
     "def squares(values):\n    return list(map(lambda x: x ** 2, values))",
@@ -547,6 +552,18 @@ _leetcode(
     ["nums = [1,3,5], x = 4) == 2", "nums = [], x = 1) == 0"],
     "nums, x):\n        return bisect_left(nums, x)",
     "nums, x):\n        return 2",
+)
+
+_leetcode(
+    "linked lists",
+    "doubled",
+    [
+        "head = list_node([1, 2])).next.val == 4",
+        "head = list_node(list(range(2000)))).next.next.val == 4",
+        "head = None) is None",
+    ],
+    "head: Optional[ListNode]) -> Optional[ListNode]:\n        return ListNode(2 * head.val, self.doubled_loop(head.next)) if head else None\n\n    def doubled_loop(self, node):\n        first = last = ListNode()\n        while node:\n            last.next = last = ListNode(2 * node.val)\n            node = node.next\n        return first.next",
+    "head):\n        return head",
 )
 
 # verl's files: the tests as JSON text within reward_model.

@@ -22,21 +22,13 @@ from slimrl.agent.sandbox.interface import MAX_CODE_BYTES, Ended, Program, Sandb
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.data.threads import in_thread
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.code_tests import Calls, Cases, Tests, Texts, read_tests
+from slimrl.rewards.code_tests import PRELUDE, Calls, Cases, Tests, Texts, read_tests
 from slimrl.rewards.texts import AnswerPlace, fenced_blocks, last_text
 
 HARNESS = Path(__file__).with_name("code_harness.py")
 CHECKS = Path(__file__).with_name("code_checks.py")
 LENGTH_BYTES = 10
 """Digits in front of the program on the harness's stdin."""
-PRELUDE = "".join(
-    f"from {module} import *\nimport {module}\n"
-    for module in (
-        "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
-        "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
-    )
-)  # fmt: skip
-"""What programs that are called by name need not import: the begun programs of LeetCode, APPS and TACO count on it."""
 RELATIVE, ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
 """By how much a printed number may differ from an expected one with a fraction, as in APPS and TACO."""
 _READS = re.compile(r"\b(input|open)\s*\(|\b(stdin|fileinput)\b")
@@ -136,16 +128,16 @@ class CodeTests:
 
     async def _pass_texts(self, code: str, tests: Texts) -> list[bool]:
         names = {"python": tests.names.python, "program": sorted(tests.names.program)}
-        before = PRELUDE + tests.before if tests.before else ""
-        return await self._judge(code, before, {"texts": tests.texts, "setup": tests.setup, **names})
+        return await self._judge(code, tests.before, {"texts": tests.texts, "setup": tests.setup, **names})
 
     async def _judge(self, code: str, before: str, tests: dict[str, Any]) -> list[bool]:
-        """Which were passed, up to the end of the run."""
+        """Which were passed, up to the end of the run; none if there are verdicts that no test has."""
         program = json.dumps({"code": code, "before": before}).encode()
         given = json.dumps({"checks": self._checks, "texts": [], "calls": [], **tests}).encode()
         stdin = b"%0*d" % (LENGTH_BYTES, len(program)) + program + given
         result = await self._pool.run(Program(code=self._harness, stdin=stdin))
-        return [line == "pass" for line in result.stdout.split("\n")[:-1]]
+        passed = [line == "pass" for line in result.stdout.split("\n")[:-1]]
+        return passed if len(passed) <= len(tests.get("texts", tests.get("calls", ()))) else []
 
 
 def program_block(text: str, tests: Tests) -> str | None:

@@ -37,6 +37,8 @@ ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 PLAIN: tuple[type, ...] = (float, str)
 LARGEST_DECIMAL = 2**63
 WAYS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+SHARED: dict[str, type] = {}
+"""Classes of the tests, such as the nodes of a tree, that both processes have: their objects are copied, not kept."""
 
 
 class PolicyError(BaseException):
@@ -65,7 +67,37 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
             return {name: [encode(item, keep) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
-    return {"object": keep(value)}
+    return {"nodes": encode_nodes(value, keep)} if is_shared(value) else {"object": keep(value)}
+
+
+def is_shared(value: Any) -> bool:
+    return type(value).__name__ in SHARED and hasattr(value, "__dict__")
+
+
+def encode_nodes(root: Any, keep: Callable[[Any], int]) -> list[Any]:
+    """An object of a shared class and those that it leads to: of each the class and the attributes. One that is an
+    attribute of another is its place in this list, so that lists may be long and go in circles."""
+    nodes, places = [root], {id(root): 0}
+
+    def encoded(value: Any) -> Any:
+        if not is_shared(value):
+            return encode(value, keep)
+        if id(value) not in places:
+            places[id(value)] = len(nodes)
+            nodes.append(value)
+        return {"node": places[id(value)]}
+
+    return [[type(node).__name__, {name: encoded(one) for name, one in vars(node).items()}] for node in nodes]
+
+
+def decode_nodes(given: list[Any], find: Callable[[int], Any]) -> Any:
+    """The inverse of `encode_nodes`."""
+    nodes: list[Any] = [object.__new__(SHARED[name]) for name, _ in given]
+    for node, (_, attributes) in zip(nodes, given):  # noqa: B905 - as long as each other by construction
+        for name, one in attributes.items():
+            is_node = isinstance(one, dict) and "node" in one
+            vars(node)[name] = nodes[one["node"]] if is_node else decode(one, find)
+    return nodes[0]
 
 
 def decode(value: Any, find: Callable[[int], Any]) -> Any:
@@ -75,6 +107,8 @@ def decode(value: Any, find: Callable[[int], Any]) -> Any:
     ((name, inner),) = value.items()
     if name == "object":
         return find(inner)
+    if name == "nodes":
+        return decode_nodes(inner, find)
     if name == "int":
         return int(inner, 16)
     if name == "bytes":
@@ -87,7 +121,11 @@ def decode(value: Any, find: Callable[[int], Any]) -> Any:
 
 
 def serve(code: str, before: str, requests: TextIO, replies: TextIO) -> None:
-    """The child: run the policy's program, after the code that its tests put before it, and answer what is asked."""
+    """The child: run the policy's program, and answer what is asked of it.
+
+    Args:
+        before: code whose names the program may use as those of Python. They are not names that it has given.
+    """
     module = types.ModuleType(SOLUTION)
     sys.modules[SOLUTION] = module
     objects: list[Any] = []
@@ -119,12 +157,20 @@ def serve(code: str, before: str, requests: TextIO, replies: TextIO) -> None:
         replies.flush()
 
     def begin() -> None:
-        exec(compile(before, "<before>", "exec"), vars(module))
+        given = {"__name__": SOLUTION}
+        exec(compile(before, "<before>", "exec"), given)
+        share(given, SOLUTION)
+        vars(module)["__builtins__"] = {**vars(builtins), **given}
         exec(compile(code, "<solution>", "exec"), vars(module))
 
     answer(begin)
     for line in requests:
         answer(partial(ask, json.loads(line)))
+
+
+def share(names: dict[str, Any], module: str) -> None:
+    SHARED.clear()
+    SHARED.update({name: one for name, one in names.items() if isinstance(one, type) and one.__module__ == module})
 
 
 class Policy:
@@ -217,6 +263,7 @@ def run_text(text: str, given: dict[str, Any], counted: Callable[[str], Any], po
     names = Names(policy, given["python"], given["program"])
     before = policy.asked
     exec(compile(given["setup"], "<setup>", "exec"), names)
+    share(names, "__main__")
     exec(compile(counted(text), "<test>", "exec"), names)
     for name, value in list(names.items()):
         if isinstance(value, type) and issubclass(value, unittest.TestCase) and value is not unittest.TestCase:

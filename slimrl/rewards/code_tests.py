@@ -28,7 +28,16 @@ from slimrl.rewards.code_checks import Sources, check_test, parsed, sources, wit
 
 MAX_UNPACKED_BYTES = 256 * 1024**2
 """Of LiveCodeBench's compressed tests."""
-_BEGINNING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+PRELUDE = "".join(
+    f"from {module} import *\nimport {module}\n"
+    for module in (
+        "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+        "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
+    )
+)  # fmt: skip
+"""What programs that are called by name need not import: the begun programs of LeetCode, APPS and TACO count on it."""
+_DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+_BEGINNING = (*_DEFINING, ast.Assign, ast.AnnAssign)
 _TEXTS = ("test_list", "challenge_test_list")
 _CASES = ("public_test_cases", "private_test_cases")
 _KEYS = ("inputs", "input_output", "test", *_TEXTS, *_CASES)
@@ -58,7 +67,7 @@ class Texts:
     setup: str
     """Code that is run before each test"""
     before: str
-    """Code that is run before the program"""
+    """Code whose names the program has from the start"""
     names: Sources
     """Where the names that the tests do not define come from"""
 
@@ -237,11 +246,11 @@ def _of_texts(where: str, texts: Sequence[Any], row: Mapping[str, Any]) -> Texts
     imports = _each("test_imports", _as_list("test_imports", row.get("test_imports") or []), _lines)
     setup = "\n".join([*imports, _lines("test_setup_code", row.get("test_setup_code") or "")]).replace("\r\n", "\n")
     entry = row.get("entry_point") or ""
-    before = ""
+    before = _code(setup, _DEFINING) if "class " in setup else ""
     if entry:
         _check_entry(entry)
-        before = without(_code(row["prompt"]), _root(entry))
-        setup = f"{before}\n{setup}"
+        begun = without(_code(row["prompt"], _BEGINNING), _root(entry))
+        before, setup = PRELUDE + begun, f"{begun}\n{setup}"
     found = []
     for number, text in enumerate(texts):
         place = where if len(texts) == 1 else f"{where}[{number}]"
@@ -282,14 +291,13 @@ def _root(entry: str) -> str:
     return entry.partition(".")[0].partition("(")[0].strip()
 
 
-def _code(text: Any) -> str:
-    """The imports and definitions of a prompt that is the beginning of a program, as of HumanEval; empty for one in
-    words."""
+def _code(text: Any, kept: tuple[type[ast.stmt], ...]) -> str:
+    """The statements of these kinds in code; empty for a text in words, as most prompts but HumanEval's are."""
     try:
         tree = parsed(text)
     except (ValueError, TypeError):
         return ""
-    tree.body = [node for node in tree.body if isinstance(node, _BEGINNING)]
+    tree.body = [node for node in tree.body if isinstance(node, kept)]
     return ast.unparse(tree)
 
 

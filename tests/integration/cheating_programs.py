@@ -204,17 +204,19 @@ for number in range(64):
         os.write(number, b"pass\\\\n" * 5)
     except OSError:
         pass
-def hls_to_rgb(*_): return 0
+class TopologicalSorter:
+    def __init__(self, *_): pass
+    def static_order(self): return []
 class TestCase: pass
 """
 for folder in {os.getcwd(), ".", "/tmp", "/dev/shm", *sys.path}:
-    for name in ("colorsys", "unittest", "solution", "sitecustomize", "checks"):
+    for name in ("graphlib", "unittest", "solution", "sitecustomize", "checks"):
         try:
             with open(os.path.join(folder, name + ".py"), "w") as file:
                 file.write(text)
         except OSError:
             pass
-def double(x): return 0
+def double(x): return []
 '''
 READS_MEMORY = """
 import ctypes, os, re
@@ -261,7 +263,8 @@ AGAINST = {
     ),
     "modules of Python's beside the tests": (
         WRITES_MODULES,
-        ["import colorsys\nassert double(1) == colorsys.hls_to_rgb(1, 1, 1)", "assert double(2) == 4",
+        ["import graphlib\nassert double([1]) == 2 * list(graphlib.TopologicalSorter({1: []}).static_order())",
+         "assert double(2) == 4",
          "from solution import double\nimport unittest\n"
          "class T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(double(2), 4)"],
     ),
@@ -286,6 +289,15 @@ AGAINST = {
         "def double(x): return []",
         ["for one in double([1, 2]):\n    assert one in (1, 2)", "import unittest\nclass T(unittest.TestCase):\n"
          "    def test(self):\n        for one in double([1]):\n            self.assertEqual(one, 1)"],
+    ),
+    "nothing, where the program begins with what is asked for": (
+        "pass",
+        {"fn_name": "gcd", "inputs": [[4, 6], [9, 6]], "outputs": [2, 3]},
+    ),
+    "an unfinished function of the prompt": (
+        "pass",
+        {"test": "def check(candidate):\n    assert candidate(3) is None", "entry_point": "nothing",
+         "prompt": "from math import *\ndef nothing(x):\n    pass\ndef other(x):\n    pass"},
     ),
     "empties what it is given": (
         "def double(x):\n    x.clear()\n    return x",

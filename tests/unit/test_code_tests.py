@@ -17,7 +17,7 @@ from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
 from slimrl.data.prompts import read_prompts
 from slimrl.rewards.code import CodeTests, program_block, same_output
 from slimrl.rewards.code_checks import sources
-from slimrl.rewards.code_tests import Calls, Cases, Texts, read_tests
+from slimrl.rewards.code_tests import PRELUDE, Calls, Cases, Texts, read_tests
 from slimrl.rewards.loading import Supplies, load_rewards, refuse_unjudged
 
 CHECK = "def check(candidate):\n    assert candidate(1) == 2"
@@ -61,9 +61,9 @@ def test_what_stands_beside_the_tests_is_found_in_the_metadata():
         CHECK, entry_point="Solution().add", prompt="from typing import *\nclass Solution:\n    ...\nk = 3\nRun it."
     )
     assert isinstance(tests, Texts)
-    assert tests.before == ""  # a prompt with words in it is no program
+    assert tests.before == PRELUDE  # a prompt with words in it is no program
     tests = read(CHECK, entry_point="Solution().add", prompt="from typing import *\nclass Solution:\n    ...\nk = 3")
-    assert tests.before == "from typing import *\nk = 3"
+    assert tests.before == PRELUDE + "from typing import *\nk = 3"
     assert tests.texts == [f"{CHECK}\n\ncheck(Solution().add)\n"]
     assert tests.names.program == {"Solution"}
     assert read(f"{CHECK}\ncheck(add)").names.program == {"add"}
