@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ class TaskCodeExited(Exception):
 
 
 def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
-    """Run `call` in its own daemon thread; the future has its result or exception.
+    """Run `call` in its own daemon thread, with the caller's context variables; the future has its result or exception.
 
     Exceptions that would end the event loop or that a future cannot hold (SystemExit, KeyboardInterrupt,
     StopIteration, ...) are raised as TaskCodeExited, which names them.
@@ -29,7 +30,8 @@ def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
     end the thread: after the future is cancelled, a call that hangs continues in the background.
     """
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    threading.Thread(target=partial(_run, call, future), name=THREAD_NAME, daemon=True).start()
+    run = partial(copy_context().run, _run, call, future)
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
     return future
 
 

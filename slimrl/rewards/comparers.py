@@ -2,7 +2,8 @@
 
 1. The first answers start the processes, at most one per core and eight. Each compares one pair at a time; other
    answers wait.
-2. A process that has ended, by its CPU time limit or otherwise, is replaced when the next answer needs it.
+2. A process that has ended, by its CPU time limit or otherwise, is replaced when the next answer needs it; so is one
+   that has grown. The time that an answer waits for its turn and for a start does not count against its deadline.
 3. `close_comparers` ends them with the run. They also end with the driver, since their stdin is its pipe.
 
 A multiprocessing pool would import the driver's main module into each process. Its resource tracker would outlive it,
@@ -11,6 +12,7 @@ and the end of a run would wait for the tracker.
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -18,7 +20,9 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from queue import LifoQueue
+from queue import Empty, LifoQueue
+
+from slimrl.data.waits import waiting
 
 MAX_COMPARERS = 8
 """A comparison takes some hundredths of a second, so more are not needed."""
@@ -26,6 +30,13 @@ CPU_LIMIT_S = 5
 """CPU time limit of one comparison."""
 DEADLINE_S = 300.0
 """Wall-clock deadline of a process's start and of an answer; only a stuck process reaches it."""
+TURN_S = 1800.0
+"""How long an answer may wait for a process, of which none takes longer than DEADLINE_S."""
+MEMORY_BYTES = 256 * 1024**2
+"""Address space that a process may add to what it has when it is ready. A comparison that needs more finds no equality.
+"""
+KEPT_BYTES = 192 * 1024**2
+"""Resident memory, of which a ready process has 80 MiB, with which a process is not kept: sympy remembers results."""
 _PROGRAM = Path(__file__).with_name("comparison.py")
 """Started as a file: `-m` would need the package on the path, which a container may not have."""
 END_S = 10.0
@@ -65,13 +76,20 @@ class Comparers:
             OutOfCpuTime: the comparison exceeded its limit.
             ComparerFailed: the process ended otherwise or got stuck, or `close` was called.
         """
-        # A slot is always returned within a deadline. The caller's own deadline covers the wait in the queue.
-        comparer = self._slots.get()
+        with waiting():
+            try:
+                comparer = self._slots.get(timeout=TURN_S)
+            except Empty:
+                raise ComparerFailed(f"no process that compares answers was free within {TURN_S:g} s") from None
         try:
             if comparer is None or not comparer.lives:
-                comparer = self._start()
-                comparer.wait_ready()
-            return comparer.compare(answer, label)
+                with waiting():
+                    comparer = self._start()
+                    comparer.wait_ready()
+            same = comparer.compare(answer, label)
+            if comparer.resident_bytes > KEPT_BYTES:
+                comparer.end()
+            return same
         finally:
             self._slots.put(comparer)
 
@@ -104,7 +122,7 @@ class _Comparer:
     def __init__(self, cpu_limit_s: int, deadline_s: float) -> None:
         # In a new session, so Ctrl-C reaches the driver alone. -P: files beside the program do not shadow modules.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM), str(cpu_limit_s)],
+            [sys.executable, "-P", str(_PROGRAM), str(cpu_limit_s), str(MEMORY_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -121,6 +139,13 @@ class _Comparer:
     @property
     def lives(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Its memory; 0 if it has just ended."""
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        return 0
 
     def wait_ready(self) -> None:
         assert self._read() is True, "the first pair is equivalent"

@@ -1,12 +1,14 @@
 """A program that compares answers symbolically, one after the other, each within a CPU time limit.
 
-`comparers.py` starts it as `python -P comparison.py SECONDS`. It imports nothing of slimrl.
+`comparers.py` starts it as `python -P comparison.py SECONDS BYTES`. It imports nothing of slimrl.
 
 1. It imports math-verify and compares one pair to warm up; it prints `true` when it is ready.
 2. It reads answer and label from stdin, a JSON list per line, and prints `true` or `false`.
 3. If a comparison takes more than SECONDS of CPU time, the kernel ends the process with SIGXCPU. An exception would not
    do, since math-verify and sympy catch exceptions of all kinds.
-4. It ends at the end of stdin, and so with the process that started it.
+4. It may add BYTES of address space to what it has when it is ready. A comparison that needs more ends in a
+   MemoryError, which sympy or math-verify may take for a form that they do not know: the answers are not equal then.
+5. It ends at the end of stdin, and so with the process that started it.
 """
 
 import json
@@ -64,18 +66,29 @@ def cpu_limit(seconds: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_CPU, before)
 
 
+def limit_memory(added_bytes: int) -> None:
+    """Have the kernel refuse this process more than `added_bytes` of address space beside what it has."""
+    with open("/proc/self/statm") as file:
+        size_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes + added_bytes, size_bytes + added_bytes))
+
+
 def main() -> None:
     # Libraries must not print among the answers, nor log to the driver's terminal.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.getLogger().addHandler(logging.NullHandler())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    seconds = int(sys.argv[1])
+    seconds, memory_bytes = map(int, sys.argv[1:])
     print(json.dumps(equivalent("2\\sqrt{2}", "\\sqrt{8}")), file=answers, flush=True)
+    limit_memory(memory_bytes)
     for line in sys.stdin:
         answer, label = json.loads(line)
-        with cpu_limit(seconds):
-            same = equivalent(answer, label)
+        try:
+            with cpu_limit(seconds):
+                same = equivalent(answer, label)
+        except MemoryError:
+            same = False
         print(json.dumps(same), file=answers, flush=True)
 
 

@@ -1,10 +1,12 @@
 """A deadline for a task's own code, which may ignore that it is cancelled."""
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import Any
 
 from slimrl.data.threads import reportable
+from slimrl.data.waits import noting_waits
 
 END_S = 1.0
 """How long a late call may take to end after it was cancelled, before it is left behind."""
@@ -14,15 +16,20 @@ async def within[T](call: Awaitable[T], timeout_s: float, problem: str) -> T:
     """What a call returns. One that is late is cancelled; one that does not end then is left behind.
 
     Args:
+        timeout_s: without the time that the call waits for its turn, see `slimrl.data.waits`.
         problem: how the error of a late call begins, such as "no reward".
 
     Raises:
         TimeoutError: the call was late; names what it gives its CancelledError, as the part of it that is late.
         TaskCodeExited: it called sys.exit(), for example; and whatever it raises.
     """
-    running = asyncio.ensure_future(_own_task(call))
+    ends_at = time.monotonic() + timeout_s
+    with noting_waits() as waits:
+        running = asyncio.ensure_future(_own_task(call))
     try:
-        done, _ = await asyncio.wait([running], timeout=timeout_s)
+        while not running.done() and (left_s := waits.left_s(ends_at)) > 0:
+            await asyncio.wait([running], timeout=left_s)
+        done = running.done()
     finally:
         # Does nothing to a call that has ended.
         running.cancel()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from slimrl.data.trajectory import Prompt, Status, Trajectory
-from slimrl.rewards.comparers import ComparerFailed, Comparers, OutOfCpuTime
+from slimrl.rewards.comparers import MEMORY_BYTES, ComparerFailed, Comparers, OutOfCpuTime
 from slimrl.rewards.math import boxed_equivalent
 from slimrl.rewards.scoring import score
 
@@ -163,3 +163,15 @@ def test_the_processes_end_when_their_driver_is_killed():
         assert len(pids) == 1
         driver.kill()
     wait_until(lambda: not any(map(runs, pids)))
+
+
+def test_the_kernel_gives_a_process_no_more_memory_than_its_limit(comparers):
+    assert comparers.equivalent("2^{3}", "\\sqrt{64}")
+    (pid,) = comparers.pids
+    process = psutil.Process(pid)
+    before = process.memory_info().vms
+    most, _ = process.rlimit(psutil.RLIMIT_AS)
+    assert before <= most <= before + MEMORY_BYTES
+    with pytest.raises(OutOfCpuTime):
+        comparers.equivalent(*SLOW)
+    assert comparers.equivalent("2^{3}", "8")

@@ -8,10 +8,13 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from slimrl.rewards import comparers, comparison
 from slimrl.rewards.comparers import ComparerFailed, Comparers, OutOfCpuTime
+from slimrl.rewards.deadline import within
+from slimrl.rewards.scoring import call_reward
 
 
 class Process:
@@ -90,7 +93,7 @@ def test_one_process_answers_one_pair_after_the_other(processes):
     assert process.asked == [["a", "b"], "sent", ["c\n", "\\d"], "sent"]
     assert process.command[:2] == [sys.executable, "-P"]
     assert process.command[2].endswith("rewards/comparison.py")
-    assert process.command[3:] == ["7"]
+    assert process.command[3:] == ["7", str(comparers.MEMORY_BYTES)]
     assert processes.polled == [3000.0] * 3
     assert shared.pids == [process.pid]
     shared.close()
@@ -201,7 +204,7 @@ def test_the_process_says_that_it_is_ready_and_answers_each_line(monkeypatch):
     stream = lambda number: SimpleNamespace(fileno=lambda: number)  # noqa: E731
     lines = [json.dumps(pair) + "\n" for pair in (["x", "x"], ["x", "y"])]
     monkeypatch.setattr(comparison, "sys", SimpleNamespace(
-        stdout=stream(11), stderr=stream(12), stdin=lines, argv=["comparison.py", "9"]
+        stdout=stream(11), stderr=stream(12), stdin=lines, argv=["comparison.py", "9", "1000000000"]
     ))  # fmt: skip
     comparison.main()
     assert answers.getvalue() == "true\ntrue\nfalse\n"
@@ -210,4 +213,37 @@ def test_the_process_says_that_it_is_ready_and_answers_each_line(monkeypatch):
     assert moved == [(12, 11)]
     assert asked[1:] == [("x", "x"), ("x", "y")]
     assert limits[0] == (comparison.resource.RLIMIT_CORE, (0, 0))
-    assert [limit[0] for which, limit in limits[1::2]] == [10, 10]
+    which, (soft, hard) = limits[1]
+    assert which == comparison.resource.RLIMIT_AS
+    assert soft == hard
+    added_bytes = soft - psutil.Process().memory_info().vms
+    assert abs(added_bytes - 10**9) < 10**8
+    assert [limit[0] for which, limit in limits[2::2]] == [10, 10]
+
+
+def test_a_process_that_has_grown_is_replaced(processes, monkeypatch):
+    sizes = [comparers.KEPT_BYTES, comparers.KEPT_BYTES + 1, 0]
+    monkeypatch.setattr(comparers._Comparer, "resident_bytes", property(lambda _: sizes.pop(0)))
+    processes.scripts += [[True, False], [True]]
+    shared = Comparers(max_processes=1)
+    assert [shared.equivalent("a", "b") for _ in range(3)] == [True, False, True]
+    assert [process.killed for process in processes.started] == [1, 0]
+    shared.close()
+
+
+async def test_the_turn_of_an_answer_does_not_count_against_its_deadline(processes):
+    processes.scripts += [[True]]
+    shared = Comparers(max_processes=1)
+    slot = shared._slots.get()
+    threading.Timer(0.6, lambda: shared._slots.put(slot)).start()
+    scored = within(call_reward(lambda *_: shared.equivalent("a", "b"), None, None), 0.3, "no reward")
+    assert await scored is True
+    shared.close()
+
+
+def test_a_turn_that_never_comes_is_said(processes, monkeypatch):
+    monkeypatch.setattr(comparers, "TURN_S", 0.05)
+    shared = Comparers(max_processes=1)
+    shared._slots.get()
+    with pytest.raises(ComparerFailed, match=r"no process that compares answers was free within 0\.05 s"):
+        shared.equivalent("a", "b")

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from slimrl.agent.sandbox.interface import SandboxBusy
+from slimrl.data.waits import waiting
 
 
 class Admission:
@@ -27,8 +28,9 @@ class Admission:
             raise SandboxBusy(f"{self.num_waiting} runs wait already; raise max_waiting or max_running")
         self.num_waiting += 1
         try:
-            async with asyncio.timeout(self._wait_s):
-                await self._places.acquire()
+            with waiting():
+                async with asyncio.timeout(self._wait_s):
+                    await self._places.acquire()
         except TimeoutError:
             raise SandboxBusy(f"no place within {self._wait_s:g} s; raise wait_s or max_running") from None
         finally:
