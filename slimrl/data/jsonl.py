@@ -1,6 +1,8 @@
 """Reads a JSONL file line by line and names every broken line in one error."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,9 @@ from typing import Any
 from slimrl.data.rows import parse_rows
 from slimrl.data.strict_json import strict_json
 
+GZIP = ".gz"
+BOM = "\ufeff"
+"""Byte order mark, which some programs write at the beginning of a file."""
 MAX_DEPTH = 100
 """Nesting of lists and objects in one line, limited because code that walks through a value is recursive."""
 
@@ -15,23 +20,34 @@ MAX_DEPTH = 100
 def read_jsonl[T](path: Path, parse: Callable[[dict[str, Any], int], T], *, finite: bool = True) -> list[T]:
     """The result of `parse` for each line's object, in order; empty lines are skipped.
 
+    A file whose name ends in GZIP is compressed.
+
     Args:
         parse: called with the object and its 1-based line number, as by `parse_rows`.
         finite: refuse NaN and infinities, which are not JSON.
 
     Raises:
-        ValueError: the file is missing, has no objects, or has broken lines; names them as `parse_rows` does.
+        ValueError: the file is missing, no whole gzip file, has no objects, or has broken lines; names them as
+            `parse_rows` does.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    with path.open("rb") as file:
-        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        return parse_rows(path, lines, lambda line, number: parse(_object(line, finite), number))
+    try:
+        with gzip.open(path) if path.suffix == GZIP else path.open("rb") as file:
+            lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            return parse_rows(path, lines, lambda line, number: parse(_object(line, finite), number))
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file: {error}") from error
+
+
+def data_stem(path: Path) -> str:
+    """The name of a data file without its endings."""
+    return Path(path.name.removesuffix(GZIP)).stem
 
 
 def _object(line: bytes, finite: bool) -> dict[str, Any]:
     try:
-        text = line.decode().rstrip()
+        text = line.decode().removeprefix(BOM).rstrip()
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8") from error
     try:

@@ -16,8 +16,10 @@ import numpy as np
 
 from slimrl.config.data_rules import CONVERSATION_KEYS, PROMPT_KEYS
 from slimrl.data.columns import read_rows, rename_columns
+from slimrl.data.jsonl import data_stem
 from slimrl.data.rows import WrongFileKind
 from slimrl.data.seeds import derive_seed
+from slimrl.data.strict_json import refuse_no_json
 from slimrl.data.trajectory import Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -55,13 +57,14 @@ def read_prompts(path: Path, keys: Mapping[str, str] | None = None) -> list[Prom
             raise ValueError("exactly one of `prompt` and `messages` is needed")
         if "label" not in value:
             raise ValueError("`label` is missing")
-        messages = _prompt_messages(value)
+        messages, metadata = _prompt_messages(value), _metadata(value)
+        _refuse_no_json(value["label"], metadata)
         prompt_id = _line_id(value, path, number, seen)
         return Prompt(
             prompt_id=prompt_id,
             messages=messages,
             label=value["label"],
-            metadata=_metadata(value),
+            metadata=metadata,
             source=f"{path}:{number}",
         )
 
@@ -183,7 +186,7 @@ def _refuse_unknown(value: dict[str, Any], known: Sequence[str]) -> None:
 
 
 def _line_id(value: dict[str, Any], path: Path, number: int, seen: dict[str, int]) -> str:
-    line_id = value.get("id", f"{path.stem}:{number}")
+    line_id = value.get("id", f"{data_stem(path)}:{number}")
     if not isinstance(line_id, str) or not line_id:
         raise ValueError("`id` must be a non-empty string")
     if line_id in seen:
@@ -199,6 +202,16 @@ def _metadata(value: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
+def _refuse_no_json(label: Any, metadata: dict[str, Any]) -> None:
+    """Raises ValueError for what only a Parquet file may hold."""
+    try:
+        refuse_no_json(label, "label")
+        refuse_no_json(metadata, "metadata")
+    except ValueError as error:
+        advice = "write the column as text, leave it out, or name the column of `metadata` in data.keys"
+        raise ValueError(f"{error}; {advice}") from error
+
+
 def _messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"`{name}` must be a non-empty list")
@@ -209,7 +222,8 @@ def _messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
         if message.get("role") not in _ROLES:
             raise ValueError(f"{where}.role is {message.get('role')!r}; known are {', '.join(_ROLES)}")
         _check_content(message, where)
-    return value
+    # Null means that the key is not there; a message with `tool_calls: null` has none.
+    return [{key: one for key, one in message.items() if one is not None or key == "content"} for message in value]
 
 
 def _check_content(message: dict[str, Any], where: str) -> None:

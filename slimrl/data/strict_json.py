@@ -44,3 +44,25 @@ def _finite_float(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{text} is too large for a 64-bit float")
     return value
+
+
+def refuse_no_json(value: Any, name: str) -> None:
+    """Refuse a value that a Parquet file may hold and JSON does not have: a time, bytes, a decimal number, NaN.
+
+    Args:
+        name: of the value, for the error; what is within it is named by a path.
+
+    Raises:
+        ValueError: names the first such value and its type.
+    """
+    waiting = [(name, value)]
+    while waiting:
+        path, one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [(f"{path}.{key}", inner) for key, inner in one.items()]
+        elif isinstance(one, list | tuple):
+            waiting += [(f"{path}[{number}]", inner) for number, inner in enumerate(one)]
+        elif isinstance(one, float) and not math.isfinite(one):
+            raise ValueError(f"{path} is {one}, which JSON does not have")
+        elif not (one is None or isinstance(one, str | int | float)):
+            raise ValueError(f"{path} is of type {type(one).__name__}, which JSON does not have")

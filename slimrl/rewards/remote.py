@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from slimrl.data.strict_json import refuse_no_json
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.http import EndpointError, JsonEndpoint
 from slimrl.rewards.texts import own_messages
@@ -45,9 +46,14 @@ class Remote:
         await self._endpoint.close()
 
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Any:
-        """Raises what JsonEndpoint.post raises, and EndpointError for an answer of another form."""
+        """
+        Raises:
+            EndpointError: an answer of another form; and what JsonEndpoint.post raises.
+            ValueError: the prompt has a value that JSON does not have, which would spoil the whole batch.
+        """
+        item = _described(trajectory, prompt)
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append((_described(trajectory, prompt), answer))
+        self._waiting.append((item, answer))
         if len(self._waiting) >= self._max_batch:
             self._send()
         elif self._timer is None:
@@ -96,6 +102,8 @@ def endpoint(url: str, settings: dict[str, Any]) -> JsonEndpoint:
 
 
 def _described(trajectory: Trajectory, prompt: Prompt) -> dict[str, Any]:
+    for name in ("messages", "label", "metadata"):
+        refuse_no_json(getattr(prompt, name), f"{name} of {prompt.prompt_id}")
     return {
         "trajectory_id": trajectory.trajectory_id,
         "status": trajectory.status.value,

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import sqlite3
+from datetime import datetime
 
 import httpx
 import pytest
@@ -48,6 +49,20 @@ async def test_trajectories_that_end_together_share_a_request():
         "trajectory_id": "t3", "status": "completed", "prompt": [{"role": "user", "content": "q"}], "label": 3,
         "metadata": {"level": 1}, "messages": [{"role": "assistant", "content": "xxx"}],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [float("nan"), b"raw", {"when": [datetime(2024, 1, 1)]}])
+@pytest.mark.parametrize("where", ["label", "metadata"])
+async def test_a_prompt_that_is_no_json_fails_alone(value, where):
+    server = RewardServer()
+    async with serving({"/r": server}) as url, Used(Remote(url=f"{url}/r", batch_s=0.2)) as reward:
+        prompts = [asked(1), asked(value) if where == "label" else asked(2, k=value), asked(3)]
+        given = [(said("x" * number, name=f"t{number}"), prompt) for number, prompt in enumerate(prompts)]
+        first, second, third = await asyncio.gather(*(reward(*one) for one in given), return_exceptions=True)
+        assert (first, third) == (0, 2)
+        assert isinstance(second, ValueError)
+        assert "which JSON does not have" in str(second)
+        assert server.sizes == {0: 1, 2: 1}
 
 
 async def test_a_request_is_repeated_after_a_busy_status_and_not_after_another():

@@ -1,7 +1,10 @@
 """Data files in the layouts of their authors: Parquet, columns of other names, prompts of several turns."""
 
+import gzip
 import json
 import re
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -197,3 +200,77 @@ def test_damaged_pages_of_parquet_are_refused_with_their_file(tmp_path):
     path.write_bytes(whole[:4] + b"\xff" * 400 + whole[404:])
     with pytest.raises(ValueError, match=r"a\.parquet: not a whole Parquet file"):
         read_prompts(path)
+
+
+VALUES = [
+    (datetime(2024, 1, 1), "is of type datetime"),
+    (date(2024, 1, 1), "is of type date"),
+    (time(1, 2), "is of type time"),
+    (timedelta(seconds=1), "is of type timedelta"),
+    (b"raw", "is of type bytes"),
+    (Decimal("1.5"), "is of type Decimal"),
+    (float("nan"), "is nan"),
+    (float("-inf"), "is -inf"),
+]
+
+
+@pytest.mark.parametrize(("value", "problem"), VALUES)
+@pytest.mark.parametrize("place", ["label", "metadata.extra", "metadata.inner.deep[1].x"])
+def test_what_json_does_not_have_is_refused_by_its_row(tmp_path, value, problem, place):
+    def row(one):
+        label, extra, deep = (one if name in place else None for name in ("label", "extra", "deep"))
+        return {"q": "1+1?", "a": label or "2", "extra": extra, "inner": {"deep": [{"x": None}, {"x": deep}]}}
+
+    good = {"q": "1+1?", "a": "2", "extra": None, "inner": {"deep": []}}
+    table = tmp_path / "rows.parquet"
+    keys = {"prompt": "q", "label": "a"}
+    rows = [row(value), good, row(value)] if place != "label" else [row(value), row(value)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    with pytest.raises(ValueError, match=re.escape(f"{place} {problem}, which JSON does not have")) as refused:
+        read_prompts(table, keys)
+    lines = [line.split(": ")[0] for line in str(refused.value).splitlines() if line.startswith(str(table))]
+    assert lines == [f"{table}:{number}" for number, one in enumerate(rows, 1) if one is not good]
+
+
+def test_a_column_that_is_not_read_may_hold_anything(tmp_path):
+    table = tmp_path / "rows.parquet"
+    rows = [{"q": "1+1?", "a": "2", "when": datetime(2024, 1, 1), "about": {"k": 1}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    ((_, _, label, metadata),) = prompts_of(table, {"prompt": "q", "label": "a", "metadata": "about"})
+    assert (label, metadata) == ("2", {"k": 1})
+
+
+def test_compressed_lines_are_read_and_broken_ones_named(tmp_path):
+    lines = b'{"prompt": "a", "label": 1}\n\n{"prompt": "b", "label": 2}\n'
+    file = tmp_path / "train.jsonl.gz"
+    file.write_bytes(gzip.compress(lines))
+    assert [prompt.prompt_id for prompt in read_prompts(file)] == ["train:1", "train:3"]
+    file.write_bytes(gzip.compress(lines + b"{\n"))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}:4: not JSON"):
+        read_prompts(file)
+    for damaged in (lines, gzip.compress(lines * 99)[:-9], gzip.compress(lines)[:20] + b"x" * 40):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}: not a whole gzip file"):
+            read_prompts(file)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path):
+    file = tmp_path / "train.jsonl"
+    line = '{"prompt": "a", "label": 1}\n'
+    file.write_bytes((line + line).encode("utf-8-sig") + line.encode("utf-8-sig"))
+    assert [prompt.label for prompt in read_prompts(file)] == [1, 1, 1]
+
+
+def test_null_in_a_message_means_that_the_key_is_not_there(tmp_path):
+    messages = [
+        {"role": "user", "content": "a", "name": None},
+        {"role": "assistant", "content": "b", "tool_calls": None},
+    ]
+    rows = [{"messages": messages}, {"messages": [*messages, {"role": "user", "content": "c"}]}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(rows[0]) + "\n")
+    (conversation,) = read_conversations(file)
+    assert conversation.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps(rows[1] | {"label": 1}) + "\n")
+    (prompt,) = read_prompts(file)
+    assert prompt.messages == [*conversation.messages, {"role": "user", "content": "c"}]

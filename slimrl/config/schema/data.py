@@ -19,7 +19,7 @@ class TruncationMode(str, Enum):
 class DataConfig:
     train: str = MISSING
     """File of prompts (`slimrl train`) or of conversations (`slimrl sft`): Parquet if its name ends in `.parquet`, else
-    JSONL."""
+    JSONL, compressed if it ends in `.gz`."""
     eval: dict[str, str] = field(default_factory=dict)
     """Evaluation sets by name, files like `train`."""
     more: dict[str, str] = field(default_factory=dict)
