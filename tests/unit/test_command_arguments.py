@@ -250,7 +250,7 @@ def test_recipes_and_settings_of_a_check_are_told_apart(told):
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_each_way_to_end_has_its_exit_code_and_one_message(error, code, said, logged, monkeypatch, capsys, caplog):
-    monkeypatch.setattr("slimrl.cli.exit_codes.log_folder", lambda: None)  # a run before this test may have left one
+    monkeypatch.setattr(logging.root, "handlers", [caplog.handler])  # not those of a run before this test
     caplog.set_level(logging.INFO)
     with pytest.raises(typer.Exit) as ended, exit_codes():
         raise error
