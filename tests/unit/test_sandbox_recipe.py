@@ -1,5 +1,6 @@
 """The sandbox of a recipe: who gets it, what is refused before anything starts, and who closes it."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -136,6 +137,7 @@ def test_a_task_that_asks_for_no_sandbox_needs_none(monkeypatch, tmp_path):
         ("agent.sandbox.limits.cpu_s=0", "agent.sandbox.limits.cpu_s", "must be at least 1"),
         ("agent.sandbox.limits.wall_s=10", "agent.sandbox.limits.wall_s", "rollout.tool_timeout_s 10.0"),
         (f"agent.tools=[{TOOLS}:shell]", "agent.sandbox.max_sessions", "Use 192."),
+        (f"agent.tools=[{TOOLS}:shell] rollout.max_engines=3", "agent.sandbox.max_sessions", "Use 576."),
         (f"agent={{tools: [{TOOLS}:shell], sandbox: {{backend: remote}}}}", "agent.sandbox.backend", "has no sessions"),
         ("agent.sandbox={backend: remote, url: here}", "agent.sandbox.url", "write http://HOST:PORT"),
         ("agent.sandbox={backend: remote, url: http://a:1, all_nodes: true}", "agent.sandbox.all_nodes", "on no node"),
@@ -146,7 +148,9 @@ def test_a_task_that_asks_for_no_sandbox_needs_none(monkeypatch, tmp_path):
 )
 def test_wrong_settings_of_the_sandbox_are_refused(override, key, said):
     loaded, problems = read_recipe(
-        ROOT / "recipes/tiny_moe/gspo_python.yaml", [override, "rollout.max_concurrency_per_engine=192"], "train"
+        ROOT / "recipes/tiny_moe/gspo_python.yaml",
+        [*re.split(r" (?=rollout\.)", override), "rollout.max_concurrency_per_engine=192"],
+        "train",
     )
     found = [*problems, *(check_recipe(loaded.recipe, None, "train") if loaded else ())]
     assert [problem.key for problem in found if said in problem.message] == [key], found
