@@ -9,6 +9,7 @@ ENV is the `[env]` block of a configuration of verifiers, as JSON; a plain name 
 """
 
 import asyncio
+import ctypes
 import itertools
 import json
 import os
@@ -47,23 +48,30 @@ async def play(env: vf.Env, number: int) -> float:
     return sum(trace.reward for trace in episode.traces if trace.agent is None or trace.agent.trainable)
 
 
-def post_reward(reward: float) -> None:
+def reward_key() -> str:
+    """The key with which this process posts the reward; no other process may have it, so it is read first of all."""
+    key = os.read(int(os.environ["SLIMRL_REWARD_FD"]), 100).decode().strip()
+    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read this one's memory
+    return key
+
+
+def post_reward(reward: float, key: str) -> None:
     request = urllib.request.Request(
         os.environ["SLIMRL_REWARD_URL"],
         json.dumps({"reward": reward}).encode(),
-        {"authorization": f"Bearer {os.environ['SLIMRL_API_KEY']}", "content-type": "application/json"},
+        {"authorization": f"Bearer {key}", "content-type": "application/json"},
     )
     # The server is on this machine's network: no proxy.
     urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60).close()
 
 
 def main() -> None:
-    env = environment(sys.argv[1])
     if "--prompts" in sys.argv:
-        print_prompts(env)
+        print_prompts(environment(sys.argv[1]))
         return
+    key = reward_key()
     line: dict[str, Any] = json.load(sys.stdin)
-    post_reward(asyncio.run(play(env, line["metadata"]["task"])))
+    post_reward(asyncio.run(play(environment(sys.argv[1]), line["metadata"]["task"])), key)
 
 
 if __name__ == "__main__":

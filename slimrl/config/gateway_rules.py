@@ -1,6 +1,7 @@
 """Rules of agents behind the gateway: `agent.command` and `agent.function`."""
 
 import ipaddress
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -52,8 +53,19 @@ def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
         except ValueError as error:
             yield "agent.command", str(error)
         else:
-            if not words or shutil.which(words[0]) is None:
+            path = agent.command_env.get("PATH")
+            if not words or shutil.which(words[0], path=path) is None:
                 yield "agent.command", f"{words[0] if words else agent.command!r}: no such program on this machine."
+    elif agent.command_env or agent.command_sandbox.enabled:
+        key = "agent.command_env" if agent.command_env else "agent.command_sandbox.enabled"
+        yield key, "is for agent.command, and agent.function runs in slimrl's own process. Leave it out."
+    if not agent.command_sandbox.enabled:
+        for name in ("paths", "network"):
+            if getattr(agent.command_sandbox, name):
+                yield f"agent.command_sandbox.{name}", "needs agent.command_sandbox.enabled: true."
+    for path in agent.command_sandbox.paths:
+        if not os.path.exists(path):
+            yield "agent.command_sandbox.paths", f"{path}: no such file or folder on this machine."
     try:
         unspecified = ipaddress.ip_address(agent.gateway.host).is_unspecified
     except ValueError:

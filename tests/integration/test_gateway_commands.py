@@ -11,7 +11,7 @@ import psutil
 import pytest
 from gateway_agents import ANSWER, CALL, ScriptedEngine, assert_every_sample_is_trained_once, encode, play, trained
 
-from slimrl.agent.gateway.agents import CommandAgent
+from slimrl.agent.gateway.command_agent import CommandAgent
 from slimrl.data.trajectory import Status, Trajectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -44,8 +44,8 @@ async def test_an_unmodified_script_acts_and_the_proxy_of_the_environment_is_pas
 
 ASK = """
 import json, os, sys, urllib.request
-def post(url, body):
-    head = {"authorization": "Bearer " + os.environ["SLIMRL_API_KEY"]}
+def post(url, body, key=os.environ["OPENAI_API_KEY"]):
+    head = {"authorization": "Bearer " + key}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     return json.load(opener.open(urllib.request.Request(url, json.dumps(body).encode(), head)))
 def ask(text):
@@ -59,10 +59,12 @@ async def test_the_data_line_comes_on_stdin_and_the_environment_has_addresses_an
         "line = json.loads(sys.stdin.read())\n"
         "env = {name: value for name, value in os.environ.items() if name.startswith(('OPENAI', 'ANTHROPIC'))}\n"
         "assert env['OPENAI_BASE_URL'] == env['ANTHROPIC_BASE_URL'] + '/v1'\n"
-        "assert env['OPENAI_API_KEY'] == env['ANTHROPIC_API_KEY'] == os.environ['SLIMRL_API_KEY']\n"
+        "assert env['OPENAI_API_KEY'] == env['ANTHROPIC_API_KEY']\n"
+        "key = os.read(int(os.environ['SLIMRL_REWARD_FD']), 100).decode().strip()\n"
+        "assert key != env['OPENAI_API_KEY']\n"
         "ask(json.dumps([line['id'], line['label'], line['metadata'], line['messages']]))\n"
         "print('x' * 10_000_000)\n"
-        "post(os.environ['SLIMRL_REWARD_URL'], {'reward': 0.5})\n"
+        "post(os.environ['SLIMRL_REWARD_URL'], {'reward': 0.5}, key)\n"
     )
     trajectory, _ = await run(python(code), ANSWER)
     assert trajectory.status is Status.completed, trajectory.metadata
@@ -71,18 +73,27 @@ async def test_the_data_line_comes_on_stdin_and_the_environment_has_addresses_an
     assert trajectory.scratch == {"posted_reward": 0.5}
 
 
-async def test_another_exit_code_fails_the_trajectory_with_the_end_of_stderr():
-    code = ASK + "ask('x'); sys.stderr.write('y' * 100_000 + 'the cause'); sys.exit(3)"
+async def test_another_exit_code_fails_the_trajectory_with_the_end_of_stderr_and_stdout():
+    code = ASK + "ask('x'); sys.stderr.write('y' * 100_000 + 'the cause'); print('z' * 100_000 + 'more'); sys.exit(3)"
     trajectory, _ = await run(python(code), ANSWER)
     assert trajectory.status is Status.failed
-    assert trajectory.metadata["error"].startswith(f"{sys.executable} ended with exit code 3: yyy")
-    assert trajectory.metadata["error"].endswith("yyythe cause")
-    assert len(trajectory.metadata["error"]) < 3000
+    error = trajectory.metadata["error"]
+    assert error.startswith(f"{sys.executable} ended with exit code 3; its stderr ends: yyy")
+    assert "yyythe cause; its stdout ends: zzz" in error
+    assert error.endswith("zzzmore")
+    assert len(error) < 5000
     assert len(trajectory.segments) == 1
     silent, _ = await run(python("import os; os.kill(os.getpid(), 9)"))
-    assert "exit code -9, and wrote nothing to stderr" in silent.metadata["error"]
+    assert "exit code -9, and wrote nothing to stderr or stdout" in silent.metadata["error"]
     absent, _ = await run(CommandAgent(words=["/no/such/program"], host="127.0.0.1"))
     assert "cannot be started" in absent.metadata["error"]
+
+
+async def test_what_an_agent_said_that_asked_nothing_stands_in_the_cause():
+    trajectory, _ = await run(python("print('please log in first')"))
+    assert trajectory.status is Status.failed
+    assert "asked the policy nothing" in trajectory.metadata["error"]
+    assert trajectory.metadata["error"].endswith("its stdout ends: please log in first")
 
 
 def children() -> set[int]:
@@ -132,7 +143,7 @@ async def test_a_command_for_which_no_file_is_left_fails_alone(monkeypatch: pyte
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("slimrl.agent.gateway.agents.os.pipe", refuse)
+    monkeypatch.setattr("slimrl.agent.gateway.output_tail.os.pipe", refuse)
     trajectory, _ = await run(python(""))
     assert trajectory.status is Status.failed
     assert "Too many open files" in trajectory.metadata["error"]

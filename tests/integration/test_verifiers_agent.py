@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from own_venv import UV, own_venv
 
+from slimrl.agent.gateway.key_pipe import KEY_VARIABLE, KeyPipe
+
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.keys.add(self.headers["authorization"])
+        self.server.keys.add((self.path, self.headers["authorization"]))
         if self.path == "/reward":
             self.server.rewards.append(body["reward"])
             return self.send("application/json", json.dumps(body))
@@ -76,14 +78,25 @@ def policy():
 
 
 def run(python: str, *words: str, line: dict | None = None, url: str = "") -> subprocess.CompletedProcess[str]:
+    pipe = KeyPipe("key-2")
+    key = pipe.open()
     environment = os.environ | {
         "PYTHONPATH": str(ROOT / "tests"), "PATH": f"{UV.parent}:{os.environ['PATH']}",
         "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "key-1", "SLIMRL_REWARD_URL": f"{url}/reward",
-        "SLIMRL_API_KEY": "key-1",
+        KEY_VARIABLE: str(key),
     }  # fmt: skip
-    return subprocess.run(
-        [python, SCRIPT, *words], input=json.dumps(line), env=environment, capture_output=True, text=True, timeout=280
-    )
+    try:
+        return subprocess.run(
+            [python, SCRIPT, *words],
+            input=json.dumps(line),
+            env=environment,
+            pass_fds=[key],
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+    finally:
+        pipe.close()
 
 
 def test_tasks_are_written_as_prompts_of_a_data_file(python):
@@ -100,7 +113,7 @@ def test_a_task_is_played_against_the_base_url_and_its_reward_posted(python, pol
     assert done.returncode == 0, done.stderr
     assert policy.asked == [f"Write {('apple', 'grape')[task]} backwards."]
     assert policy.rewards == [reward]
-    assert policy.keys == {"Bearer key-1"}
+    assert policy.keys == {("/v1/chat/completions", "Bearer key-1"), ("/reward", "Bearer key-2")}
 
 
 def test_an_episode_that_fails_is_an_exit_code_with_its_cause(python):

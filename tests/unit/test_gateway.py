@@ -67,6 +67,8 @@ async def asked(
         async with httpx.AsyncClient(headers=headers, base_url=connection.url, trust_env=False) as client:
 
             async def post(path: str = CHATS, *, raw: Any = None, head: Any = None, **body: Any) -> Any:
+                if path == "/reward":
+                    head = {"authorization": f"Bearer {connection.reward_key}"}
                 content = raw if raw is not None else json.dumps({"model": "m", **body}).encode()
                 answers.append(await client.post(path, content=content, headers=head))
                 return answers[-1]
@@ -478,6 +480,31 @@ async def test_a_body_that_breaks_off_or_is_packed_wrongly_ends_no_run():
 
     trajectory = await play(ScriptedEngine([ANSWER]), agent)
     assert trajectory.status is Status.completed, trajectory.metadata
+
+
+async def test_turns_and_the_reward_have_keys_of_their_own():
+    async def agent(line: Any, connection: Connection) -> None:
+        async with httpx.AsyncClient(base_url=connection.url, trust_env=False) as client:
+            body = {"model": "m", "messages": [QUESTION], "reward": 1.0}
+            for key, path, status in (
+                (connection.reward_key, CHATS, 401),
+                (connection.api_key, "/reward", 401),
+                (connection.api_key, "/rewar%64", 401),
+                (connection.api_key, "/v1/../reward", 401),
+                (connection.reward_key[:-1], "/reward", 401),
+                (connection.reward_key, "/reward", 200),
+            ):
+                answer = await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+                assert answer.status_code == status, (path, answer.text)
+            both = {"x-api-key": connection.api_key, "authorization": f"Bearer {connection.reward_key}"}
+            assert (await client.post("/reward", json=body, headers=both)).status_code == 401
+            del body["reward"]
+            right = {"authorization": f"Bearer {connection.api_key}"}
+            assert (await client.post(CHATS, json=body, headers=right)).status_code == 200
+
+    trajectory = await play(ScriptedEngine([ANSWER]), agent)
+    assert trajectory.status is Status.completed, trajectory.metadata
+    assert trajectory.scratch == {"posted_reward": 1.0}
 
 
 async def test_a_key_opens_its_own_session_alone():

@@ -12,7 +12,9 @@ from gateway_agents import ANSWER, CALL, PROMPT, ScriptedEngine, runner_of
 from slimrl.agent.calculator import calculator
 from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.gateway import calculator_agent
-from slimrl.agent.gateway.agents import CommandAgent, FunctionAgent
+from slimrl.agent.gateway.agents import FunctionAgent
+from slimrl.agent.gateway.command_agent import CommandAgent
+from slimrl.agent.gateway.command_sandbox import hidden_program
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.agent_rules import agent_violations
@@ -20,13 +22,14 @@ from slimrl.config.functions import function_violations
 from slimrl.config.gateway_rules import command_words, gateway_violations
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.config.schema.agent import AgentConfig, GatewayConfig
+from slimrl.config.schema.agent import AgentConfig, CommandSandboxConfig, GatewayConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.models.offline_recipe import read_offline
 from slimrl.runtime.checks.environment import load_agent
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator_gateway.yaml"
+MISSING_PATH = CommandSandboxConfig(enabled=True, paths=["/no/such/folder"])
 SYSTEM = "Put the answer in \\boxed{}."
 
 
@@ -43,6 +46,11 @@ SYSTEM = "Put the answer in \\boxed{}."
         ({"command": ["sh", 3]}, "agent.command"),
         ({"command": {"a": 1}}, "agent.command"),
         ({"command": ["   "]}, "agent.command"),
+        ({"function": "a:f", "command_env": {"A": "b"}}, "agent.command_env"),
+        ({"function": "a:f", "command_sandbox": CommandSandboxConfig(enabled=True)}, "agent.command_sandbox.enabled"),
+        ({"command": ["sh"], "command_sandbox": CommandSandboxConfig(network=True)}, "agent.command_sandbox.network"),
+        ({"command": ["sh"], "command_sandbox": MISSING_PATH}, "agent.command_sandbox.paths"),
+        ({"command": ["sh"], "command_env": {"PATH": "/no/such"}}, "agent.command"),
         ({"function": "a:f", "gateway": GatewayConfig(host="localhost")}, "agent.gateway.host"),
         ({"function": "a:f", "gateway": GatewayConfig(host="0.0.0.0")}, "agent.gateway.host"),
     ],
@@ -68,6 +76,33 @@ def test_a_command_is_words_or_a_text(tmp_path: Path):
         agent = load_agent(loaded.recipe.agent)
         assert isinstance(agent, CommandAgent)
         assert list(agent.words) == ["sh", "-c", "a b"]
+
+
+def test_files_among_the_words_are_found_from_the_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/agent.py", "python"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    words = ["python", "scripts/agent.py", "scripts", "--task=scripts/agent.py", "word " * 1000]
+    agent = load_agent(AgentConfig(command=words, command_env={"A": "b"}))
+    assert isinstance(agent, CommandAgent)
+    assert agent.words == ["python", str(tmp_path / "scripts/agent.py"), *words[2:]]
+    assert agent.env == {"A": "b"}
+    own = load_agent(AgentConfig(command=["./python"]))
+    assert isinstance(own, CommandAgent)
+    assert own.words == [str(tmp_path / "python")]
+
+
+def test_a_program_outside_of_what_a_sandbox_shows_is_found(tmp_path: Path):
+    program, link = tmp_path / "real" / "agent", tmp_path / "bin" / "agent"
+    for path in (program, link):
+        path.parent.mkdir()
+    program.write_text("")
+    link.symlink_to(program)
+    assert hidden_program("/usr/bin/env", []) is None
+    assert hidden_program(str(link), []) == str(link)
+    assert hidden_program(str(link), [str(link.parent)]) == str(program)
+    assert hidden_program(str(link), [str(tmp_path)]) is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,13 @@
-"""How an agent reaches the policy: addresses and a key of its trajectory alone."""
+"""How an agent reaches the policy: addresses and keys of its trajectory alone."""
 
 import os
-from dataclasses import dataclass
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
+
+from slimrl.agent.gateway.key_pipe import KeyPipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -9,6 +15,13 @@ class Connection:
     url: str
     """Of the trajectory's session, without a slash at the end"""
     api_key: str
+    """For turns of the policy"""
+    reward_key: str
+    """For the trajectory's reward: not for what the policy may see"""
+    key_pipe: KeyPipe = field(repr=False)
+    """Hands a command the key for the reward"""
+    serve: Callable[[socket.socket], AbstractAsyncContextManager[None]] = field(repr=False)
+    """Lets the gateway accept from a further socket, and closes it at the end"""
 
     @property
     def openai_base_url(self) -> str:
@@ -22,8 +35,19 @@ class Connection:
 
     @property
     def reward_url(self) -> str:
-        """Takes `POST` of {"reward": number} with the key"""
+        """Takes `POST` of {"reward": number} with its key"""
         return f"{self.url}/reward"
+
+    @property
+    def port(self) -> int:
+        port = urlsplit(self.url).port
+        assert port is not None
+        return port
+
+    def at(self, host: str) -> "Connection":
+        """The same through another address."""
+        parts = urlsplit(self.url)
+        return replace(self, url=parts._replace(netloc=f"{host}:{self.port}").geturl())
 
     def variables(self, host: str) -> dict[str, str]:
         """The environment variables of a command; the host is reached without a proxy."""
@@ -36,6 +60,5 @@ class Connection:
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": self.api_key,
             "SLIMRL_REWARD_URL": self.reward_url,
-            "SLIMRL_API_KEY": self.api_key,
             **unproxied,
         }

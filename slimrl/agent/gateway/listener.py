@@ -12,8 +12,8 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -61,6 +61,18 @@ class Listener:
             await asyncio.wait([self._accepting, *self._connecting])
         if self._socket is not None:
             self._socket.close()
+
+    @asynccontextmanager
+    async def also(self, listening: socket.socket) -> AsyncIterator[None]:
+        """Accept from another socket too, such as one of another network namespace, which is closed at the end."""
+        listening.setblocking(False)
+        accepting = asyncio.create_task(self._accept(listening))
+        try:
+            yield
+        finally:
+            accepting.cancel()
+            await asyncio.wait([accepting])
+            listening.close()
 
     def check(self) -> None:
         """Raises what has ended the accepting of connections, if anything has."""

@@ -14,6 +14,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class GatewayRunner:
 
     def __post_init__(self) -> None:
         self.server = GatewayServer(self.config.gateway)
+        self._places = asyncio.Semaphore(self.config.max_commands) if self.config.command else nullcontext()
 
     async def start(self) -> None:
         """Raises NotListening: the gateway's address is none of this machine."""
@@ -59,6 +61,13 @@ class GatewayRunner:
         self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
     ) -> Trajectory:
         """One trajectory, not yet scored; see EpisodeRunner.run."""
+        # Before its deadline begins: each of those that hold a place has one.
+        async with self._places:
+            return await self._run(prompt, trajectory_id=trajectory_id, sampling=sampling, seed=seed)
+
+    async def _run(
+        self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
+    ) -> Trajectory:
         session = Session(
             engine=self.engine,
             dialogues=self.dialogues,
@@ -68,10 +77,10 @@ class GatewayRunner:
             aside=self.server.aside,
         )
         connection = self.server.open(session)
-        status, error = Status.completed, ""
+        status, error, said = Status.completed, "", ""
         try:
             async with asyncio.timeout(self.rollout.trajectory_timeout_s):
-                await self.agent.run(_line(prompt, self.config.system_prompt), connection)
+                said = await self.agent.run(_line(prompt, self.config.system_prompt), connection)
         except TimeoutError:
             status, error = Status.aborted, f"not finished within {self.rollout.trajectory_timeout_s:g} s"
         except AgentFailed as failure:
@@ -85,7 +94,7 @@ class GatewayRunner:
         trajectory = Trajectory(
             group_id=prompt.prompt_id, trajectory_id=trajectory_id, segments=session.history.segments(), status=status
         )
-        _complete(trajectory, session, error)
+        _complete(trajectory, session, error, said)
         return trajectory
 
 
@@ -98,14 +107,17 @@ def _line(prompt: Prompt, system_prompt: str | None) -> Mapping[str, Any]:
     }
 
 
-def _complete(trajectory: Trajectory, session: Session, error: str) -> None:
-    """Add how a trajectory ended, its conversation and its figures."""
+def _complete(trajectory: Trajectory, session: Session, error: str, said: str) -> None:
+    """Add how a trajectory ended, its conversation and its figures.
+
+    Args:
+        said: what an agent that ended well said last.
+    """
     last = session.history.last
     if session.fault is not None:
         trajectory.status, error = session.fault
     elif last is None:
-        reason = error or (session.spent.message if session.spent else "the agent asked the policy nothing")
-        trajectory.status, error = Status.failed, reason
+        trajectory.status, error = Status.failed, error or _why_nothing(session, said)
     elif trajectory.status is not Status.aborted and (session.spent is not None or _is_cut_off(trajectory, session)):
         trajectory.status, error = Status.truncated, ""
     turns = list(session.history.turns())
@@ -130,6 +142,13 @@ def _complete(trajectory: Trajectory, session: Session, error: str) -> None:
     trajectory.measured = {"start_s": 0.0, "step_s": session.idle_s, "close_s": 0.0}
     if session.posted_reward is not None:
         trajectory.scratch[POSTED_REWARD] = session.posted_reward
+
+
+def _why_nothing(session: Session, said: str) -> str:
+    """Why no turn is there to train, of an agent that ended well."""
+    if session.spent is not None:
+        return session.spent.message
+    return f"the agent asked the policy nothing; {said}"
 
 
 def _state(turn: SampledTurn) -> str:

@@ -25,6 +25,7 @@ from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused, refused_body
 from slimrl.agent.gateway.json_body import json_body
+from slimrl.agent.gateway.key_pipe import KeyPipe
 from slimrl.agent.gateway.listener import IDLE_S, Listener, is_ours
 from slimrl.agent.gateway.messages import escaped
 from slimrl.agent.gateway.session import Session
@@ -40,6 +41,8 @@ PREFIXES = ("/v1", "")
 """Of the paths: some clients want the version in the base address, and some leave it out."""
 MODEL = "policy"
 """Name of the model for clients that list them; a request may name any."""
+UNKNOWN = "no session under way has this address and this key"
+NOT_ITS_KEY = "this is not the key for the reward of a session under way (docs/gateway.md#rewards)"
 JSON = "application/json"
 LINGER_S = 1.0
 """How long what is left of a refused body is read, so that its client gets the answer"""
@@ -59,8 +62,8 @@ class NotListening(Exception):
 class GatewayServer:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._sessions: dict[str, tuple[str, Session]] = {}
-        """(key, session) by the name in the path"""
+        self._sessions: dict[str, tuple[Connection, Session]] = {}
+        """By the name in the path"""
         self._warned: set[str] = set()
         self.aside = Aside()
         app = web.Application(client_max_size=config.max_body_bytes)
@@ -102,13 +105,21 @@ class GatewayServer:
     def open(self, session: Session) -> Connection:
         """Make a session reachable. Raises what has ended the accepting of connections, if anything has."""
         self._listener.check()
-        name, key = secrets.token_hex(8), f"sk-{secrets.token_hex(16)}"
-        self._sessions[name] = key, session
-        return Connection(url=f"{self._url}/{name}", api_key=key)
+        name, key, reward_key = secrets.token_hex(8), f"sk-{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}"
+        connection = Connection(
+            url=f"{self._url}/{name}",
+            api_key=key,
+            reward_key=reward_key,
+            key_pipe=KeyPipe(reward_key),
+            serve=self._listener.also,
+        )
+        self._sessions[name] = connection, session
+        return connection
 
     def end(self, connection: Connection) -> None:
-        """End a session; its key is unknown from now on."""
+        """End a session; its keys are unknown from now on."""
         del self._sessions[connection.url.rpartition("/")[2]]
+        connection.key_pipe.close()
 
     async def _safely(
         self,
@@ -118,7 +129,7 @@ class GatewayServer:
     ) -> web.StreamResponse:
         """The handler's response, or an error in the form of the API."""
         try:
-            session = self._session(request)
+            session = self._session(request, of_reward=handler == self._reward)
             with self._listener.busy(request.transport):
                 return await handler(request, session)
         except ApiError as error:
@@ -126,11 +137,19 @@ class GatewayServer:
         except ValidationError as error:
             return _error(api, refused_body(error))
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request, *, of_reward: bool) -> Session:
+        """The session that a request may use; that for turns of the policy and that for its reward have keys of their
+        own. Raises ApiError."""
         given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        key, session = self._sessions.get(request.match_info.get("session", ""), ("", None))
-        if session is None or not secrets.compare_digest(key.encode(), given.encode(errors="replace")):
-            raise ApiError(401, "no session under way has this address and this key", code="invalid_api_key")
+        found = self._sessions.get(request.match_info.get("session", ""))
+        if found is None:
+            raise ApiError(401, UNKNOWN, code="invalid_api_key")
+        connection, session = found
+        key = connection.reward_key if of_reward else connection.api_key
+        if not secrets.compare_digest(key.encode(), given.encode(errors="replace")):
+            raise ApiError(401, NOT_ITS_KEY if of_reward else UNKNOWN, code="invalid_api_key")
+        if request.method == "POST" and not of_reward:
+            connection.key_pipe.close()  # from now on the policy may act
         return session
 
     async def _sample(self, api: ModuleType, request: web.Request, session: Session) -> web.StreamResponse:

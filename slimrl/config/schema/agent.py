@@ -128,6 +128,18 @@ class SubagentConfig:
 
 
 @dataclass(kw_only=True)
+class CommandSandboxConfig:
+    """bubblewrap around `agent.command` (docs/gateway.md)."""
+
+    enabled: bool = False
+    """Run the command in namespaces of its own, where it sees its workspace and the system's programs alone."""
+    paths: list[str] = field(default_factory=list)
+    """Files and folders of the machine that it sees besides, read-only, such as a virtual environment."""
+    network: bool = False
+    """Whether it has the machine's network; otherwise it reaches the gateway alone."""
+
+
+@dataclass(kw_only=True)
 class GatewayConfig:
     """The server through which `agent.command` and `agent.function` reach the policy (docs/gateway.md)."""
 
@@ -175,6 +187,12 @@ class AgentConfig:
     command: Any = ""
     """Command that is run for each trajectory and asks the policy through the gateway (docs/gateway.md): a list of
     words, or one text that is split into words as a shell does. No shell runs it."""
+    command_env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the command besides those that docs/gateway.md lists; nothing else is inherited."""
+    command_sandbox: CommandSandboxConfig = field(default_factory=CommandSandboxConfig)
+    """A sandbox around the command."""
+    max_commands: int = 64
+    """Commands that run at the same time; further trajectories wait before they begin."""
     function: str = ""
     """Import path `module:function` of a function that is called for each trajectory instead of a command."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)

@@ -1,12 +1,14 @@
 """The environment and the other code of a recipe's episodes, resolved before anything starts."""
 
 import inspect
+import os
 from functools import partial
 
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import Play, play
-from slimrl.agent.gateway.agents import Agent, CommandAgent, FunctionAgent
+from slimrl.agent.gateway.agents import Agent, FunctionAgent
+from slimrl.agent.gateway.command_agent import CommandAgent
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, tools_of
@@ -117,8 +119,19 @@ def load_agent(config: AgentConfig) -> Agent | None:
         ValueError: there is no such function, or it does not take a data line and a connection.
     """
     if config.command:
-        return CommandAgent(words=command_words(config.command), host=config.gateway.host)
+        program, *words = command_words(config.command)
+        return CommandAgent(
+            words=[_absolute(program) if "/" in program else program, *map(_absolute, words)],
+            host=config.gateway.host,
+            env=config.command_env,
+            sandbox=config.command_sandbox,
+        )
     if config.function:
         function = resolve(config.function, arguments=("line", "connection"))
         return FunctionAgent(function=function, path=config.function)
     return None
+
+
+def _absolute(word: str) -> str:
+    """The path of a file in full, since commands run in folders of their own; any other word as it is."""
+    return os.path.abspath(word) if os.path.isfile(word) else word

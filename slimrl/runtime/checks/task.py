@@ -22,7 +22,7 @@ from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unjudged, refuse_unknown_names
 from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.episodes import EpisodeCode, load_episode_code
-from slimrl.runtime.checks.sandbox import check_sandbox
+from slimrl.runtime.checks.sandbox import check_command_sandbox, check_sandbox
 
 GroupFilter = Callable[[list[Trajectory]], bool]
 """Given the trajectories of one group, returns whether to train on them."""
@@ -77,6 +77,7 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
             attempts.get("algorithm.advantage", lambda: load_advantage(recipe.algorithm.advantage))
     if here and not attempts.problems:
         attempts.get("agent.sandbox.backend", lambda: check_sandbox(recipe))
+        attempts.get("agent.command_sandbox", lambda: check_command_sandbox(recipe.agent))
     if attempts.problems:
         raise RecipeError(attempts.problems)
     task = _without_long_prompts(Task(**vars(code), **values), recipe, attempts)
