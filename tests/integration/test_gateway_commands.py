@@ -96,6 +96,14 @@ async def test_what_an_agent_said_that_asked_nothing_stands_in_the_cause():
     assert trajectory.metadata["error"].endswith("its stdout ends: please log in first")
 
 
+async def test_a_refusal_that_ends_an_agent_stands_before_its_last_words():
+    code = ASK.replace('"messages"', '"top_logprobs": 3, "messages"') + "ask('x')"
+    trajectory, _ = await run(python(code))
+    assert trajectory.status is Status.failed
+    assert "exit code 1; its stderr ends: Traceback" in trajectory.metadata["error"]
+    assert "POST /v1/chat/completions was refused with 400: " in trajectory.metadata["error"]
+
+
 def children() -> set[int]:
     return {one.pid for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE}
 

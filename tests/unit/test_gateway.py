@@ -507,6 +507,64 @@ async def test_turns_and_the_reward_have_keys_of_their_own():
     assert trajectory.scratch == {"posted_reward": 1.0}
 
 
+REFUSED = {"messages": [QUESTION], "top_logprobs": 3}
+
+
+async def test_the_first_refusal_stands_in_the_metadata_and_once_in_the_log(caplog: pytest.LogCaptureFixture):
+    async def act(post: Post) -> None:
+        assert (await post(**REFUSED)).status_code == 400
+        assert (await post("/v1/embeddings", input="x")).status_code == 404
+        await post(**REFUSED)
+        await chat(post, QUESTION)
+
+    trajectory, _ = await asked(ScriptedEngine([ANSWER]), act)
+    assert trajectory.status is Status.completed
+    error = trajectory.metadata["error"]
+    assert error.startswith("POST /v1/chat/completions was refused with 400: ")
+    assert "top_logprobs" in error
+    assert [one.getMessage() for one in caplog.records if "refused" in one.getMessage()] == [
+        f"an agent's request: {error}"
+    ]
+
+
+async def test_an_agent_that_ends_after_an_unknown_address_has_it_in_its_cause():
+    async def act(post: Post) -> None:
+        assert (await post("/v1/embeddings", input="x")).status_code == 404
+
+    trajectory, _ = await asked(ScriptedEngine([]), act)
+    assert trajectory.status is Status.failed
+    assert "asked the policy nothing" in trajectory.metadata["error"]
+    assert "POST /v1/embeddings was refused with 404: " in trajectory.metadata["error"]
+
+
+async def test_an_agent_that_swallows_its_refusals_fails_beyond_a_limit():
+    async def act(post: Post) -> None:
+        await chat(post, QUESTION)
+        statuses.append([(await post(**REFUSED)).status_code for _ in range(4)])
+
+    statuses: list[Any] = []
+    for most, status in ((4, Status.completed), (3, Status.failed)):
+        trajectory, _ = await asked(ScriptedEngine([ANSWER]), act, gateway={"max_refused": most})
+        assert trajectory.status is status
+        assert trajectory.metadata["gateway"]["refused"] == 4
+    assert (
+        "4 requests were refused, more than agent.gateway.max_refused: 3. The first: POST /v1/chat"
+        in (trajectory.metadata["error"])
+    )
+    assert statuses == [[400] * 4] * 2
+
+
+async def test_limits_of_the_run_and_of_the_gateway_are_no_refusals():
+    async def act(post: Post) -> None:
+        await chat(post, QUESTION)
+        spent = [(await post(messages=[NEXT])).json()["error"]["code"] for _ in range(3)]
+        assert spent == ["max_turns_exceeded"] * 3
+
+    trajectory, _ = await asked(ScriptedEngine([ANSWER]), act, gateway={"max_refused": 1}, max_turns=1)
+    assert trajectory.status is Status.truncated
+    assert "error" not in trajectory.metadata
+
+
 async def test_a_key_opens_its_own_session_alone():
     statuses = []
 

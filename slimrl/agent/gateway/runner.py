@@ -120,6 +120,8 @@ def _complete(trajectory: Trajectory, session: Session, error: str, said: str) -
         trajectory.status, error = Status.failed, error or _why_nothing(session, said)
     elif trajectory.status is not Status.aborted and (session.spent is not None or _is_cut_off(trajectory, session)):
         trajectory.status, error = Status.truncated, ""
+    if session.refusal not in error:
+        error = f"{error}; {session.refusal}" if error else session.refusal
     turns = list(session.history.turns())
     results = [result for turn in turns for result in turn.results]
     calls = count_calls(turns, UNKNOWN_TOOL)

@@ -49,7 +49,7 @@ LINGER_S = 1.0
 LOGPROB_BYTES = 16
 """What a sampled token counts in the size of an answer, which may list each with its log-prob"""
 WARNED_CHARS, MOST_WARNED = 80, 200
-"""Bounds on the fields that a run warns of, since agents may name them as they like"""
+"""Bounds on what a run warns of, since agents may name fields and paths as they like"""
 OVERRIDDEN = "the run's settings apply instead"
 RETRIES = "x-stainless-retry-count"
 """Header in which both companies' clients say how often they sent a request before"""
@@ -159,7 +159,9 @@ class GatewayServer:
             body, asked = await self._asked(api, request, session)
             reply = await session.answer(asked, is_retry=request.headers.get(RETRIES, "0") != "0")
         except (ApiError, ValidationError) as error:
-            session.counts.refused += not (isinstance(error, ApiError) and error.status >= 500)
+            refusal = error if isinstance(error, ApiError) else refused_body(error)
+            session.counts.refused += refusal.status < 500
+            self._refuse(request, session, refusal)
             if isinstance(error, BudgetSpent):
                 session.spent = error
             raise
@@ -229,7 +231,18 @@ class GatewayServer:
         return web.json_response({"reward": session.posted_reward})
 
     async def _nothing(self, request: web.Request, session: Session) -> web.StreamResponse:
-        raise ApiError(404, f"{request.method} {request.path}: the gateway has no such endpoint")
+        missing = ApiError(404, "the gateway has no such endpoint")
+        if request.method == "POST":
+            self._refuse(request, session, missing)
+        raise missing
+
+    def _refuse(self, request: web.Request, session: Session, error: ApiError) -> None:
+        """Note a refusal in the session, and once in the log."""
+        path = request.path.removeprefix(f"/{request.match_info['session']}")
+        session.refuse(f"{request.method} {path}", error)
+        if session.refusal and session.refusal not in self._warned and len(self._warned) < MOST_WARNED:
+            self._warned.add(session.refusal)
+            log.warning("an agent's request: %s", visible(session.refusal))
 
     def _warn(self, asked: ChatRequest, reply: Reply) -> None:
         """Say once of each field that clients give it in vain."""

@@ -81,6 +81,10 @@ class Session:
         self.posted_reward: float | None = None
         self.spent: BudgetSpent | None = None
         """Why a request was refused for a limit of the run"""
+        self.refusal = ""
+        """The first request that was refused as wrong, and why"""
+        self._num_wrong = 0
+        """Requests that were refused as wrong"""
         self.num_open = 0
         """Requests that have not been answered, those included whose body is still being read"""
         self.fault: tuple[Status, str] | None = None
@@ -168,6 +172,21 @@ class Session:
                 self._samples[turn.asked].discard(turn.number)
             for whole in [whole for whole, one in self._exchanges.items() if one.reply is reply]:
                 del self._exchanges[whole]
+
+    def refuse(self, what: str, error: ApiError) -> None:
+        """Note a request that is wrong; a limit of the run or of the gateway is no mistake of the agent's.
+
+        Args:
+            what: method and path.
+        """
+        if isinstance(error, BudgetSpent) or error.retry or error.status == 401 or error.status >= 500:
+            return
+        self._num_wrong += 1
+        self.refusal = self.refusal or f"{what} was refused with {error.status}: {error.message}"
+        most = self._agent.gateway.max_refused
+        if self._num_wrong > most and self.fault is None:
+            cause = f"{self._num_wrong} requests were refused, more than agent.gateway.max_refused: {most}"
+            self.fault = (Status.failed, f"{cause}. The first: {self.refusal}")
 
     def post_reward(self, value: Any) -> None:
         """Raises ApiError: it is no finite number."""

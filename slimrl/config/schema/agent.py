@@ -153,6 +153,8 @@ class GatewayConfig:
     """Most requests of a trajectory at a time."""
     max_requests_per_s: float = 100.0
     """Most requests of a trajectory in a second, on average; as many may come at once."""
+    max_refused: int = 8
+    """Most requests of a trajectory that may be refused as wrong; one more fails it."""
 
 
 @dataclass(kw_only=True)
