@@ -84,6 +84,7 @@ METRIC_NAMES = (
     "gateway/refused",
     "gateway/abandoned",
     "gateway/repeated",
+    "gateway/skipped",
     "rollout/zero_variance_fraction",
     "rollout/groups_sampled",
     "rollout/groups_useful",

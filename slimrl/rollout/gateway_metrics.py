@@ -16,6 +16,6 @@ def gateway_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "gateway/segments_mean": float(np.mean([one["segments"] for one in counts])),
         **{
             f"gateway/{name}": sum(one[name] for one in counts)
-            for name in ("requests", "refused", "abandoned", "repeated")
+            for name in ("requests", "refused", "abandoned", "repeated", "skipped")
         },
     }

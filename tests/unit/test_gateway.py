@@ -28,7 +28,7 @@ from slimrl.agent.gateway.agents import FunctionAgent
 from slimrl.agent.gateway.connection import Connection
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
-from slimrl.config.schema.agent import HistoryMode
+from slimrl.config.schema.agent import HistoryMode, SkipConfig
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Status
@@ -207,7 +207,7 @@ async def test_a_retry_gets_the_same_answer_and_the_same_request_another_sample(
     trajectory, _ = await asked(engine, act)
     assert len(trajectory.segments) == 2
     assert trajectory.metadata["gateway"] == {
-        "segments": 2, "requests": 3, "refused": 0, "abandoned": 0, "repeated": 1,
+        "segments": 2, "requests": 3, "refused": 0, "abandoned": 0, "repeated": 1, "skipped": 0,
     }  # fmt: skip
 
 
@@ -563,6 +563,50 @@ async def test_limits_of_the_run_and_of_the_gateway_are_no_refusals():
     trajectory, _ = await asked(ScriptedEngine([ANSWER]), act, gateway={"max_refused": 1}, max_turns=1)
     assert trajectory.status is Status.truncated
     assert "error" not in trajectory.metadata
+
+
+TITLE = {"role": "system", "content": "You are a helper. Generate a short title."}
+
+
+@pytest.mark.parametrize(
+    ("skip", "kept"),
+    [
+        ({}, ["1", "2", "3"]),
+        ({"models": ["small"]}, ["1", "3"]),
+        ({"system": ["a short title"]}, ["1", "2"]),
+        ({"models": ["small", "m2"], "system": ["no such text", "Generate"]}, ["1"]),
+    ],
+)
+async def test_side_requests_that_the_recipe_names_are_answered_and_not_trained(skip: Any, kept: list[str]):
+    async def act(post: Post) -> None:
+        said = await chat(post, QUESTION)
+        assert (await chat(post, QUESTION, model="small"))["content"] == "2"
+        assert (await chat(post, TITLE, QUESTION))["content"] == "3"
+        await chat(post, QUESTION, said, NEXT)
+
+    engine = ScriptedEngine([f"{number}<|im_end|>" for number in (1, 2, 3, 4)])
+    trajectory, _ = await asked(engine, act, gateway={"skip": SkipConfig(**skip)})
+    segments = [decode(tokens) for tokens, _ in trained(trajectory)]
+    assert segments == ["1<|im_end|>4<|im_end|>", *(f"{one}<|im_end|>" for one in kept[1:])]
+    assert trajectory.metadata["gateway"]["skipped"] == 3 - len(kept)
+    assert trajectory.metadata["num_turns"] == 1 + len(kept)
+
+
+async def test_a_skipped_request_counts_in_the_turns_and_trains_nothing():
+    async def act(post: Post) -> None:
+        await chat(post, QUESTION, model="small")
+        answer = await post(messages=[QUESTION], model="small")
+        assert answer.json()["error"]["code"] == "max_turns_exceeded"
+
+    skip = {"skip": SkipConfig(models=["small"])}
+    trajectory, _ = await asked(ScriptedEngine([ANSWER]), act, gateway=skip, max_turns=1)
+    assert trajectory.status is Status.failed
+
+    async def only(post: Post) -> None:
+        await chat(post, QUESTION, model="small")
+
+    trajectory, _ = await asked(ScriptedEngine([ANSWER]), only, gateway=skip)
+    assert trajectory.metadata["error"] == "agent.gateway.skip leaves out all 1 requests of the agent"
 
 
 async def test_a_key_opens_its_own_session_alone():

@@ -118,12 +118,12 @@ def test_environments_are_timed_and_their_metrics_are_means_over_those_that_have
     }  # fmt: skip
     assert all(map(is_metric, metrics))
     for number, given in enumerate(batch):
-        counts = {"requests": 5, "refused": number, "abandoned": 1, "repeated": 0}
+        counts = {"requests": 5, "refused": number, "abandoned": 1, "repeated": 0, "skipped": 2}
         given.metadata["gateway"] = {"segments": 1 + number, **counts}
     asked = environment_metrics(batch)
     assert {name: value for name, value in asked.items() if name not in metrics} == {
         "gateway/segments_mean": 1.5, "gateway/requests": 10, "gateway/refused": 1, "gateway/abandoned": 2,
-        "gateway/repeated": 0,
+        "gateway/repeated": 0, "gateway/skipped": 4,
     }  # fmt: skip
     assert all(map(is_metric, asked))
     assert environment_metrics([trajectory(1.0, Status.completed, sampled=2, turns=1)]) == {}

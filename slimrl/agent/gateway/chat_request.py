@@ -35,6 +35,8 @@ class ChatRequest:
     """Why fields of its body are ignored, by their paths"""
     num_bytes: int = 0
     """Of its body"""
+    model: str = ""
+    """As the client names it"""
 
     @cached_property
     def key(self) -> bytes:
@@ -65,6 +67,8 @@ class Reply:
     """The client's settings, which were not"""
     has_instructions: bool = False
     """As of its request"""
+    is_kept: bool = True
+    """Whether its turns are part of the trajectory"""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 

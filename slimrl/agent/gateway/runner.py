@@ -150,6 +150,8 @@ def _why_nothing(session: Session, said: str) -> str:
     """Why no turn is there to train, of an agent that ended well."""
     if session.spent is not None:
         return session.spent.message
+    if session.counts.skipped:
+        return f"agent.gateway.skip leaves out all {session.counts.skipped} requests of the agent"
     return f"the agent asked the policy nothing; {said}"
 
 

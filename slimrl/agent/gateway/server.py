@@ -195,7 +195,7 @@ class GatewayServer:
 
         def read() -> tuple[Any, ChatRequest]:
             body, asked = api.read({**defaults, **json_body(raw, session.max_tokens)}, session.replies)
-            asked = replace(asked, messages=escaped(asked.messages, session.chat), num_bytes=len(raw))
+            asked = replace(asked, messages=escaped(asked.messages, session.chat), num_bytes=len(raw), model=body.model)
             assert asked.key
             return body, asked
 

@@ -42,6 +42,8 @@ class Counts:
     """Their client was gone before the answer"""
     repeated: int = 0
     """Answered again, because the client did not get the first answer"""
+    skipped: int = 0
+    """Answered, and left out of training by `agent.gateway.skip`"""
 
 
 @dataclass(eq=False)
@@ -164,7 +166,7 @@ class Session:
 
     def take_back(self, reply: Reply) -> None:
         """Forget turns that the client did not get."""
-        if self.history.take_back(reply.turns):
+        if not reply.is_kept or self.history.take_back(reply.turns):
             self.counts.abandoned += 1
             self._num_taken -= len(reply.turns)
             self.replies.pop(reply.id, None)
@@ -252,7 +254,11 @@ class Session:
             if not turns:
                 taken.difference_update(numbers)
                 self._num_taken -= request.n
-        self.history.add(turns)
+        is_kept = not self._is_skipped(request)
+        if is_kept:
+            self.history.add(turns)
+        else:
+            self.counts.skipped += 1
         used = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k, "max_tokens": most}
         return Reply(
             turns=turns,
@@ -260,7 +266,13 @@ class Session:
             sampling=used,
             overridden=request.overridden(run),
             has_instructions=request.has_instructions,
+            is_kept=is_kept,
         )
+
+    def _is_skipped(self, request: ChatRequest) -> bool:
+        skip = self._agent.gateway.skip
+        told = "\n".join(one["content"] for one in request.messages if one["role"] == "system")
+        return request.model in skip.models or any(text in told for text in skip.system)
 
     async def _gathered(self, turns: Sequence[Any]) -> list[SampledTurn]:
         """All turns or none: what one of them raises ends the others."""

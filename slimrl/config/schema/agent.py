@@ -140,6 +140,16 @@ class CommandSandboxConfig:
 
 
 @dataclass(kw_only=True)
+class SkipConfig:
+    """Side requests of agents, such as for a conversation's title: those named here are answered, and not trained."""
+
+    models: list[str] = field(default_factory=list)
+    """Names of models that requests give."""
+    system: list[str] = field(default_factory=list)
+    """Texts, any of which a request's system messages hold."""
+
+
+@dataclass(kw_only=True)
 class GatewayConfig:
     """The server through which `agent.command` and `agent.function` reach the policy (docs/gateway.md)."""
 
@@ -155,6 +165,8 @@ class GatewayConfig:
     """Most requests of a trajectory in a second, on average; as many may come at once."""
     max_refused: int = 8
     """Most requests of a trajectory that may be refused as wrong; one more fails it."""
+    skip: SkipConfig = field(default_factory=SkipConfig)
+    """Side requests that are left out of training."""
 
 
 @dataclass(kw_only=True)
