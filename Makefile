@@ -31,7 +31,7 @@ SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN) steps=400 sft.batch_conversation
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu quickstart test test-all test-peers test-gpu test-gpu2 mutation lint format bench lock
+.PHONY: help setup setup-gpu quickstart test test-all test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,16 @@ test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
 test-peers: $(STAMP) ## losses and advantages against TRL's and verl's own functions, fetched first (2 minutes)
 	@$(INSTALL) --no-deps --upgrade --target $(VENV)/peers --requirement requirements/peers.txt
 	PYTHONPATH=$(VENV)/peers $(BIN)/python -m pytest --numprocesses 0 tests/peers
+
+# Claude Code, qwen-code and opencode need a later node than many machines have, which npm fetches beside them.
+CLIENTS := $(VENV)/clients
+test-clients: $(STAMP) ## agents as people use them before a scripted policy behind the gateway, fetched first with npm and uv (10 minutes, 2 GB)
+	@mkdir -p $(CLIENTS)
+	@cp requirements/clients/package.json tests/clients/agents/*.mjs $(CLIENTS)
+	@npm install --prefix $(CLIENTS) --no-audit --no-fund --loglevel=error
+	@$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(CLIENTS)/python
+	@$(BIN)/uv pip install --quiet --python $(CLIENTS)/python/bin/python --requirement requirements/clients.txt
+	$(BIN)/python -m pytest --numprocesses 0 tests/clients
 
 # No $(STAMP): the CUDA image and a bare machine with torch have packages of their own (docs/gpu_tests.md).
 test-gpu: ## what one GPU can prove, with a table at the end: some 8 minutes (docs/gpu_tests.md)
