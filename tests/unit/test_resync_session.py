@@ -398,6 +398,21 @@ def test_the_deadline_of_a_fan_out_is_one_for_all_however_many_answer_before_it(
     assert {"engine 4", "engine 5"} <= caught.value.failures.keys()
 
 
+def test_what_an_engine_failed_of_is_told_where_another_is_late():
+    ended = threading.Event()
+
+    def refuse():
+        raise EngineError("engine 1: no memory is left")
+
+    with pytest.raises(EnginesFailed) as caught:
+        fan_out({"engine 1": refuse, "engine 2": lambda: ended.wait(20)}, "load", 0.2)
+    ended.set()
+    assert caught.value.failures == {
+        "engine 1": "engine 1: no memory is left",
+        "engine 2": "engine 2: load did not finish within 0.2 s",
+    }
+
+
 def test_sends_that_overlap_are_counted_once():
     clock = Clock()
     send_clock = SendClock(clock)
