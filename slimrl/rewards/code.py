@@ -11,6 +11,7 @@ verdict. A test that was not reached, because the program ended or ran out of a 
 
 import json
 import re
+from collections import deque
 from collections.abc import Sequence
 from decimal import Decimal
 from enum import Enum
@@ -27,6 +28,8 @@ from slimrl.rewards.texts import AnswerPlace, fenced_blocks, last_text
 
 HARNESS = Path(__file__).with_name("code_harness.py")
 CHECKS = Path(__file__).with_name("code_checks.py")
+KEPT_TESTS = 64
+"""Prompts whose tests are kept as they were read."""
 LENGTH_BYTES = 10
 """Digits in front of the program on the harness's stdin."""
 RELATIVE, ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
@@ -71,6 +74,7 @@ class CodeTests:
             raise ValueError(f"total_s: {total_s:g} is not positive")
         self._place, self._credit, self._key, self._total_s = AnswerPlace(answer_in), Credit(credit), tests_key, total_s
         self._in_block = answer_in == "code"
+        self._latest: deque[tuple[Prompt, Tests]] = deque(maxlen=KEPT_TESTS)
         self._pool = sandbox
         self._harness, self._checks = HARNESS.read_text(), CHECKS.read_text()
 
@@ -94,7 +98,7 @@ class CodeTests:
             ValueError: the prompt has no tests, see `check_prompt`.
             SandboxError: the sandbox failed or is too busy; nothing is known of the program.
         """
-        tests = await in_thread(partial(read_tests, prompt, self._key))
+        tests = await self._tests_of(prompt)
         code = self._program(trajectory, tests)
         if code is None or "\0" in code or len(code.encode("utf-8", "replace")) > MAX_CODE_BYTES:
             return 0.0
@@ -106,6 +110,15 @@ class CodeTests:
             case Texts(texts):
                 number, passed = len(texts), await self._pass_texts(code, tests)
         return float(sum(passed) == number) if self._credit is Credit.all else sum(passed) / number
+
+    async def _tests_of(self, prompt: Prompt) -> Tests:
+        """The tests of a prompt, whose trajectories end at about the same time, read once."""
+        for known, tests in self._latest:
+            if known is prompt:
+                return tests
+        tests = await in_thread(partial(read_tests, prompt, self._key))
+        self._latest.append((prompt, tests))
+        return tests
 
     def _program(self, trajectory: Trajectory, tests: Tests) -> str | None:
         return program_block(last_text(trajectory) or "", tests) if self._in_block else self._place.of(trajectory)

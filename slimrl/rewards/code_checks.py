@@ -54,21 +54,31 @@ class Sources:
     """Modules beside the standard library that the test needs."""
 
 
-def check_test(text: str, setup: str = "") -> None:
+class Code:
+    """Python, read once. Raises ValueError for what is none."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.tree = text, parsed(text)
+        self.nodes = list(ast.walk(self.tree))
+        self.read = {node.id for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        self.modules = {name for node in self.nodes for name in _imported(node)}
+        self.used, self.defined = _scope(text, self.nodes)
+
+
+def check_test(test: Code, setup: Code) -> None:
     """
     Args:
-        setup: code that is run before the test.
+        setup: what is run before the test.
 
     Raises:
-        ValueError: it is no Python, nothing is checked by it, or it needs what the program's process cannot give.
+        ValueError: nothing is checked by it, or it needs what the program's process cannot give.
     """
-    trees = [parsed(setup), parsed(text)]
-    for node in ast.walk(trees[1]):
+    for node in test.nodes:
         if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
             raise ValueError(f"line {node.lineno}: is asynchronous, and coroutines stay in the program's process")
-    _refuse_arguments(trees[1])
-    if not any(_is_check(node) for root in _reached(trees) for node in ast.walk(root)):
-        raise ValueError(_why_unchecked(trees[1]))
+    _refuse_arguments(test)
+    if not any(_is_check(node) for root in _reached([setup, test]) for node in ast.walk(root)):
+        raise ValueError(_why_unchecked(test.tree))
 
 
 def parsed(text: str) -> ast.Module:
@@ -82,23 +92,22 @@ def parsed(text: str) -> ast.Module:
         raise ValueError(f"is no Python: {error}") from error
 
 
-def sources(texts: Sequence[str], setup: str = "", entry: str = "") -> Sources:
+def sources(tests: Sequence[Code], setup: Code, entry: str = "") -> Sources:
     """Where the names of tests come from.
 
     Args:
-        texts: all tests of one program.
-        setup: code that is run before each.
+        tests: all of one program.
+        setup: what is run before each.
         entry: the name of the program that is tested; empty if the tests name it themselves.
 
     Raises:
         ValueError: it cannot be told which of the names are the program's.
     """
-    trees = [parsed(text) for text in texts]
-    given = _scope(setup)
-    open_names = [used - defined - given.defined - _IMPLICIT for used, defined in map(_scope_of_text, texts)]
-    unknown = set().union(given.used - given.defined - _IMPLICIT, *open_names)
-    imported = {name for tree in [parsed(setup), *trees] for name in _imported_modules(tree)}
-    modules = {name for name in unknown - {entry} if _is_module(name) and _has_attributes_read(name, trees)}
+    codes = [setup, *tests]
+    unknown = set().union(*(code.used - code.defined for code in codes)) - setup.defined - _IMPLICIT
+    owners = {name for code in codes for node in code.nodes if (name := _attribute_owner(node))}
+    imported = set().union(*(code.modules for code in codes))
+    modules = {name for name in (unknown & owners) - {entry} if _is_module(name)}
     rest = unknown - modules - {entry}
     python = {name: PACKAGES.get(name, name) for name in modules}
     helpers = {name: f"{module}:{name}" for module, names in HELPERS.items() for name in names if name in rest}
@@ -109,16 +118,16 @@ def sources(texts: Sequence[str], setup: str = "", entry: str = "") -> Sources:
             raise ValueError(f"uses {_list(own)}, which neither the test nor Python has; define it in the test's setup")
         program = {entry}
     elif SOLUTION in imported:
-        program = own | {name for tree in trees for name in _imported_from_solution(tree)}
+        program = own | {name for test in tests for node in test.nodes for name in _imported_from_solution(node)}
     elif own:
         if ambiguous:
             raise ValueError(_unclear(ambiguous))
         program = own
     else:
         # Some tasks ask for a function that Python has too, such as gcd or sum.
-        program = rest or _builtins_called(trees)
+        program = rest or _builtins_called(tests)
         if len(program) > 1:
-            program = program.intersection(*map(_names_read, trees))
+            program = program.intersection(*(test.read for test in tests))
         if len(program) != 1:
             raise ValueError(_unclear(rest) if rest else "asks nothing of the program")
     python |= {name: source for name, source in (helpers | ambiguous).items() if name not in program}
@@ -196,10 +205,10 @@ def _is_test(node: Definition) -> bool:
     return node.name.startswith("Test") or is_unittest(node)
 
 
-def _reached(trees: Sequence[ast.Module]) -> Iterator[ast.AST]:
+def _reached(codes: Sequence[Code]) -> Iterator[ast.AST]:
     """Statements outside of definitions, tests, and the definitions that these use, directly or not."""
-    known = {node.name: node for tree in trees for node in _definitions(tree)}
-    waiting: list[ast.AST] = [node for tree in trees for node in tree.body if node not in known.values()]
+    known = {node.name: node for code in codes for node in _definitions(code.tree)}
+    waiting: list[ast.AST] = [node for code in codes for node in code.tree.body if node not in known.values()]
     waiting += [known.pop(name) for name in [*known] if _is_test(known[name])]
     while waiting:
         yield (root := waiting.pop())
@@ -210,12 +219,11 @@ def _names_read(root: ast.AST) -> list[str]:
     return [node.id for node in ast.walk(root) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
 
 
-def _refuse_arguments(tree: ast.Module) -> None:
+def _refuse_arguments(code: Code) -> None:
     """Raises ValueError for a test function that would be called with arguments."""
-    read = set(_names_read(tree))
-    for node in filter(_is_test, _definitions(tree)):
+    for node in filter(_is_test, _definitions(code.tree)):
         if isinstance(node, ast.FunctionDef):
-            tests = [(node, 0)] if node.name not in read else []
+            tests = [(node, 0)] if node.name not in code.read else []
         else:
             inner = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
             tests = [] if is_unittest(node) else [(one, 1) for one in inner]
@@ -238,42 +246,28 @@ def _why_unchecked(tree: ast.Module) -> str:
     return "has no assert, so nothing is checked"
 
 
-@dataclass(frozen=True)
-class _Scope:
-    used: set[str]
-    defined: set[str]
-
-
-def _scope_of_text(text: str) -> tuple[set[str], set[str]]:
-    scope = _scope(text)
-    return scope.used, scope.defined
-
-
-def _scope(text: str) -> _Scope:
+def _scope(text: str, nodes: Sequence[ast.AST]) -> tuple[set[str], set[str]]:
     """The names that code uses as global ones, and those that it defines."""
-    scope = _Scope(set(), {name for module in _star_imports(parsed(text)) for name in _public(module)})
-    _add(symtable.symtable(text, "<test>", "exec"), scope, top=True)
-    scope.defined.add("__name__")
-    return scope
+    used: set[str] = set()
+    defined = {"__name__", *(name for node in nodes for name in _star_imported(node))}
+    tables = [symtable.symtable(text, "<test>", "exec")]
+    top = tables[0]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table is top or symbol.is_global():
+                if symbol.is_referenced():
+                    used.add(symbol.get_name())
+                if symbol.is_assigned() or symbol.is_imported():
+                    defined.add(symbol.get_name())
+    return used, defined
 
 
-def _add(table: symtable.SymbolTable, scope: _Scope, *, top: bool) -> None:
-    for symbol in table.get_symbols():
-        is_global = top or symbol.is_global()
-        if is_global and symbol.is_referenced():
-            scope.used.add(symbol.get_name())
-        if is_global and (symbol.is_assigned() or symbol.is_imported()):
-            scope.defined.add(symbol.get_name())
-    for inner in table.get_children():
-        _add(inner, scope, top=False)
-
-
-def _star_imports(tree: ast.Module) -> list[str]:
-    return [
-        node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*"
-    ]
+def _star_imported(node: ast.AST) -> Iterable[str]:
+    if isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*":
+        return _public(node.module)
+    return []
 
 
 def _public(module: str) -> Iterable[str]:
@@ -284,22 +278,21 @@ def _public(module: str) -> Iterable[str]:
     return getattr(loaded, "__all__", [name for name in vars(loaded) if not name.startswith("_")])
 
 
-def _imported_from_solution(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == SOLUTION:
-            yield from (one.name for one in node.names if one.name != "*")
+def _imported_from_solution(node: ast.AST) -> Iterable[str]:
+    if isinstance(node, ast.ImportFrom) and node.module == SOLUTION:
+        return [one.name for one in node.names if one.name != "*"]
+    return []
 
 
-def _imported_modules(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (one.name.partition(".")[0] for one in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module.partition(".")[0]
+def _imported(node: ast.AST) -> Iterable[str]:
+    """The modules that a statement imports, without what follows a dot."""
+    if isinstance(node, ast.Import):
+        return [one.name.partition(".")[0] for one in node.names]
+    return [node.module.partition(".")[0]] if isinstance(node, ast.ImportFrom) and node.module else []
 
 
-def _builtins_called(trees: Sequence[ast.Module]) -> set[str]:
-    called = {_called(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)}
+def _builtins_called(tests: Sequence[Code]) -> set[str]:
+    called = {_called(node) for test in tests for node in test.nodes if isinstance(node, ast.Call)}
     return called & {*dir(builtins)}
 
 
@@ -307,12 +300,9 @@ def _is_module(name: str) -> bool:
     return name in sys.stdlib_module_names or name in PACKAGES
 
 
-def _has_attributes_read(name: str, trees: Sequence[ast.Module]) -> bool:
-    return any(
-        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
-        for tree in trees
-        for node in ast.walk(tree)
-    )
+def _attribute_owner(node: ast.AST) -> str:
+    """`math` of `math.pi`; empty for what is no attribute of a name."""
+    return node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
 
 
 def _ambiguous_module(name: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from slimrl.data.strict_json import strict_json
 from slimrl.data.trajectory import Prompt
-from slimrl.rewards.code_checks import Sources, check_test, parsed, sources, without
+from slimrl.rewards.code_checks import Code, Sources, check_test, parsed, sources, without
 
 MAX_UNPACKED_BYTES = 256 * 1024**2
 """Of LiveCodeBench's compressed tests."""
@@ -249,31 +249,30 @@ def _of_texts(where: str, texts: Sequence[Any], row: Mapping[str, Any]) -> Texts
     before = _code(setup, _DEFINING) if "class " in setup else ""
     if entry:
         _check_entry(entry)
-        begun = without(_code(row["prompt"], _BEGINNING), _root(entry))
-        before, setup = PRELUDE + begun, f"{begun}\n{setup}"
-    found = []
+        prompt = without(_code(row["prompt"], _BEGINNING), _root(entry))
+        before, setup = PRELUDE + prompt, f"{prompt}\n{setup}"
+    begun = Code(setup)
+    found: list[Code] = []
     for number, text in enumerate(texts):
         place = where if len(texts) == 1 else f"{where}[{number}]"
         if not isinstance(text, str):
             raise ValueError(f"{place}: must be a text, not {_shown(text)}")
         try:
-            found.append(_called_check(text, entry))
-            check_test(found[-1], setup)
+            found.append(_with_call(Code(text), entry))
+            check_test(found[-1], begun)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
     try:
-        names = sources(found, setup, _root(entry))
+        names = sources(found, begun, _root(entry))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return Texts(found, setup.strip(), before, names)
+    return Texts([test.text for test in found], setup.strip(), before, names)
 
 
-def _called_check(text: str, entry: str) -> str:
+def _with_call(test: Code, entry: str) -> Code:
     """A test whose `check(candidate)` is called."""
-    nodes = list(ast.walk(parsed(text)))
-    defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes)
-    called = any(isinstance(node, ast.Name) and node.id == "check" for node in nodes)
-    return f"{text}\n\ncheck({entry})\n" if entry and defined and not called else text
+    called = not entry or "check" in test.read or "check" not in test.defined
+    return test if called else Code(f"{test.text}\n\ncheck({entry})\n")
 
 
 def _check_entry(entry: Any) -> None:

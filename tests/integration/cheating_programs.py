@@ -268,12 +268,18 @@ AGAINST = {
          "from solution import double\nimport unittest\n"
          "class T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(double(2), 4)"],
     ),
+    "a module of Python's that the test imports": (
+        "with open('graphlib.py', 'w') as file:\n    file.write('TopologicalSorter = lambda _: __import__(\"types\")'\n"
+        "               '.SimpleNamespace(static_order=list)')\ndef double(x): return []",
+        ["import graphlib\nassert double([1]) == 2 * list(graphlib.TopologicalSorter({1: []}).static_order())"],
+    ),
     "the judge's memory by process_vm_readv": (READS_MEMORY, ["assert double(2) == 4", "assert double(21) == 42"]),
     "no name where an exception is expected": (
         "print('nothing')",
         ["import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
          "        with self.assertRaises(Exception):\n            double(None)",
-         "try:\n    double(None)\n    failed = False\nexcept KeyError:\n    failed = True\nassert failed"],
+         "try:\n    double(None)\n    failed = False\nexcept KeyError:\n    failed = True\nassert failed",
+         "try:\n    double(None)\n    failed = False\nexcept:\n    failed = True\nassert failed"],
     ),
     "an end where an exception is expected": (
         "import os\ndef double(x): os._exit(0)",

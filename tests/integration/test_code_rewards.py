@@ -137,6 +137,7 @@ HONEST = [
     ("def double(x): return x + x", "its own re"),
     ("def double(x): return x + x", "its own helper of the prompt"),
     ("def double(x): return x + x", "modules of Python's beside the tests"),
+    ("def double(x): return x + x", "a module of Python's that the test imports"),
     ("def double(x): return x + x", "no name where an exception is expected"),
     ("def double(x): return x + x", "an end where an exception is expected"),
     ("from math import gcd", "nothing, where the program begins with what is asked for"),

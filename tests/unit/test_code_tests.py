@@ -16,7 +16,7 @@ from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
 from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
 from slimrl.data.prompts import read_prompts
 from slimrl.rewards.code import CodeTests, program_block, same_output
-from slimrl.rewards.code_checks import sources
+from slimrl.rewards.code_checks import Code, sources
 from slimrl.rewards.code_tests import PRELUDE, Calls, Cases, Texts, read_tests
 from slimrl.rewards.loading import Supplies, load_rewards, refuse_unjudged
 
@@ -93,7 +93,7 @@ def test_what_stands_beside_the_tests_is_found_in_the_metadata():
     ],
 )  # fmt: skip
 def test_names_of_python_come_from_python_and_others_from_the_program(tests, python, program):
-    found = sources(tests)
+    found = sources([Code(test) for test in tests], Code(""))
     assert (found.python, set(found.program)) == (python, program)
 
 

@@ -180,6 +180,22 @@ def test_a_reward_that_a_prompt_names_and_the_recipe_lacks_is_refused_by_its_lin
     assert [part.name for part in task.rewards.parts] == ["math"]
 
 
+def test_tests_of_programs_that_check_nothing_are_refused_by_their_line(model, tmp_path):
+    labels = (["assert f(1) == 2"], "def check(candidate):\n    assert candidate(1) == 2", '{"inputs": ["3"]}')
+    rows = [{"messages": [USER], "label": label} for label in labels]
+    train, heldout = write(tmp_path / "t.jsonl", *rows), write(tmp_path / "h.jsonl", rows[1])
+    given = ["reward.function=slimrl.rewards.code:CodeTests", f"data.eval.heldout={heldout}"]
+    with pytest.raises(RecipeError) as caught:
+        load_task(loaded(model, train, *given), train=True, evaluate=True, here=False)
+    problems = {problem.key: problem.message for problem in caught.value.problems}
+    assert problems.keys() == {"data.train", "data.eval.heldout"}
+    lines = problems["data.train"].splitlines()
+    assert lines[0] == "2 broken lines:"
+    assert lines[1].startswith(f"{train}:2: slimrl.rewards.code:CodeTests: label: line 1: check is never called")
+    assert lines[2].startswith(f"{train}:3: slimrl.rewards.code:CodeTests: label: inputs and outputs must be lists")
+    assert problems["data.eval.heldout"].startswith(f"{heldout}:1: slimrl.rewards.code:CodeTests: ")
+
+
 def test_parts_of_the_reward_are_refused_under_their_keys(model, tmp_path):
     train = write(tmp_path / "t.jsonl", {"messages": [USER], "label": 2})
     wrong = 'reward.parts={math: {function: "slimrl.rewards.math:boxed_exact", args: {digits: 3}}}'
