@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from published_tests import ITEMS, table
-from reward_cases import asked
+from reward_cases import asked, said
 
+from slimrl.agent.sandbox.interface import Ended, Result
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
 from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
@@ -287,6 +288,19 @@ READER = "print(input())"
 )  # fmt: skip
 def test_the_program_is_the_block_that_the_tests_mean(text, label, program):
     assert program_block(text, read(label)) == program
+
+
+@pytest.mark.parametrize(
+    ("lines", "paid"), [(["pass"] * 2, 1), (["pass"] * 5, 0), (["pass", "fail"], 0.5), ([], 0), (["passed"] * 2, 0)]
+)
+async def test_verdicts_that_no_test_has_pay_nothing(lines, paid):
+    class Judge:
+        async def run(self, program, limits):
+            stdout = "".join(f"{line}\n" for line in lines)
+            return Result(stdout=stdout, stderr="", exit_status=0, ended=Ended.ok, seconds=0.1)
+
+    reward = CodeTests(credit="fraction", sandbox=SandboxPool(SandboxConfig(), Judge()))
+    assert await reward(said("```\ndef f(x): ...\n```"), asked(["assert f(1) == 1", "assert f(2) == 2"])) == paid
 
 
 def test_the_table_of_the_docs_has_every_row():
