@@ -42,6 +42,7 @@ CHEATS = {
     "the pipe, here and in the agent": (
         "timeout 5 cat /proc/self/fd/$SLIMRL_REWARD_FD /proc/$PPID/fd/$SLIMRL_REWARD_FD | pay; echo looked"
     ),
+    "the data line with its label": "timeout 5 cat /proc/self/fd/0 /proc/$PPID/fd/0; cat; echo looked",
     "variables of all processes": "cat /proc/[0-9]*/environ 2>/dev/null | pay; echo looked",
     "arguments of all processes": "cat /proc/[0-9]*/cmdline | pay; echo looked",
     "files": "cat /proc/self/environ | grep -z '^[^O]' | pay; "
@@ -81,6 +82,7 @@ async def test_no_cheat_is_paid(cheat: str, isolated: bool):
     assert "[4" in told or "looked" in told or "left" in told or "[200]" in told, told
     await asyncio.sleep(2.0 if cheat == "a process that stays" else 0.0)
     assert trajectory.scratch == {POSTED_REWARD: REWARD}
+    assert '"label"' not in told
 
 
 async def test_the_memory_of_an_agent_that_is_not_dumpable_is_closed_to_the_policy_in_a_sandbox():

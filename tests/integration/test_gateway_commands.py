@@ -5,11 +5,21 @@ import errno
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from gateway_agents import ANSWER, CALL, ScriptedEngine, assert_every_sample_is_trained_once, encode, play, trained
+from gateway_agents import (
+    ANSWER,
+    CALL,
+    PROMPT,
+    ScriptedEngine,
+    assert_every_sample_is_trained_once,
+    encode,
+    play,
+    trained,
+)
 
 from slimrl.agent.gateway.command_agent import CommandAgent
 from slimrl.data.trajectory import Status, Trajectory
@@ -71,6 +81,16 @@ async def test_the_data_line_comes_on_stdin_and_the_environment_has_addresses_an
     said = '["p:1", 580, {"level": 2}, [{"role": "user", "content": "Compute 34*17+2."}]]'
     assert trajectory.messages[0]["content"] == said
     assert trajectory.scratch == {"posted_reward": 0.5}
+
+
+async def test_a_data_line_may_be_long_and_need_not_be_read(monkeypatch: pytest.MonkeyPatch):
+    long = {"text": "x" * 1_000_000}
+    monkeypatch.setattr("gateway_agents.PROMPT", replace(PROMPT, metadata=long))
+    whole = "line = json.load(sys.stdin); ask(str(len(line['metadata']['text'])) + sys.stdin.read())"
+    for code, said in ((whole, "1000000"), ("ask('unread')", "unread"), ("sys.stdin.read(9); ask('some')", "some")):
+        trajectory, _ = await run(python(ASK + code), ANSWER)
+        assert trajectory.status is Status.completed, trajectory.metadata
+        assert trajectory.messages[0]["content"] == said
 
 
 async def test_another_exit_code_fails_the_trajectory_with_the_end_of_stderr_and_stdout():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from own_venv import UV, own_venv
 
-from slimrl.agent.gateway.key_pipe import KEY_VARIABLE, KeyPipe
+from slimrl.agent.gateway.once_pipe import KEY_VARIABLE
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -78,8 +78,9 @@ def policy():
 
 
 def run(python: str, *words: str, line: dict | None = None, url: str = "") -> subprocess.CompletedProcess[str]:
-    pipe = KeyPipe("key-2")
-    key = pipe.open()
+    key, write_end = os.pipe()
+    os.write(write_end, b"key-2\n")
+    os.close(write_end)
     environment = os.environ | {
         "PYTHONPATH": str(ROOT / "tests"), "PATH": f"{UV.parent}:{os.environ['PATH']}",
         "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "key-1", "SLIMRL_REWARD_URL": f"{url}/reward",
@@ -96,7 +97,7 @@ def run(python: str, *words: str, line: dict | None = None, url: str = "") -> su
             timeout=280,
         )
     finally:
-        pipe.close()
+        os.close(key)
 
 
 def test_tasks_are_written_as_prompts_of_a_data_file(python):

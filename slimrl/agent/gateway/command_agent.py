@@ -13,10 +13,9 @@ from typing import Any
 from slimrl.agent.gateway.agents import AgentFailed
 from slimrl.agent.gateway.command_sandbox import INSIDE, LOOPBACK, handed_socket, sandboxed
 from slimrl.agent.gateway.connection import Connection
-from slimrl.agent.gateway.key_pipe import KEY_VARIABLE
+from slimrl.agent.gateway.once_pipe import KEY_VARIABLE, OncePipe
 from slimrl.agent.gateway.output_tail import OutputTail
 from slimrl.agent.gateway.workspace import Workspace, command_environment, workspace
-from slimrl.agent.sandbox.zygote_client import memory_file
 from slimrl.config.schema.agent import CommandSandboxConfig
 
 END_S = 10.0
@@ -92,7 +91,9 @@ class CommandAgent:
             handed: the sandbox's end of the socket through which the gateway gets its listening socket; None without a
                 sandbox or with the host's network.
         """
-        key = connection.key_pipe.open()
+        for content in (json.dumps(line), connection.reward_key):
+            connection.handed.append(OncePipe(f"{content}\n".encode()))
+        stdin, key = (pipe.read_end for pipe in connection.handed)
         words, files, seen = list(self.words), [key], place
         reached, host = connection, self.host
         if self.sandbox.enabled:
@@ -103,18 +104,14 @@ class CommandAgent:
                 files.append(handed.fileno())
             words = sandboxed(self.words, place, self.sandbox, boot)
         reaching = {**reached.variables(host), KEY_VARIABLE: str(key)}
-        stdin = memory_file(json.dumps(line).encode() + b"\n")
-        try:
-            # No pipe of asyncio's: it would wait for whatever the command leaves behind to close it.
-            return await asyncio.create_subprocess_exec(
-                *words,
-                stdin=stdin,
-                stdout=outputs["stdout"].write_end,
-                stderr=outputs["stderr"].write_end,
-                env=command_environment(seen, reaching, self.env),
-                cwd=place.work,
-                pass_fds=files,
-                start_new_session=True,
-            )
-        finally:
-            os.close(stdin)
+        # No pipe of asyncio's: it would wait for whatever the command leaves behind to close it.
+        return await asyncio.create_subprocess_exec(
+            *words,
+            stdin=stdin,
+            stdout=outputs["stdout"].write_end,
+            stderr=outputs["stderr"].write_end,
+            env=command_environment(seen, reaching, self.env),
+            cwd=place.work,
+            pass_fds=files,
+            start_new_session=True,
+        )

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
-from slimrl.agent.gateway.key_pipe import KeyPipe
+from slimrl.agent.gateway.once_pipe import OncePipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +18,10 @@ class Connection:
     """For turns of the policy"""
     reward_key: str
     """For the trajectory's reward: not for what the policy may see"""
-    key_pipe: KeyPipe = field(repr=False)
-    """Hands a command the key for the reward"""
     serve: Callable[[socket.socket], AbstractAsyncContextManager[None]] = field(repr=False)
     """Lets the gateway accept from a further socket, and closes it at the end"""
+    handed: list[OncePipe] = field(default_factory=list, repr=False)
+    """What a command can read until it asks the policy for the first time"""
 
     @property
     def openai_base_url(self) -> str:
@@ -48,6 +48,11 @@ class Connection:
         """The same through another address."""
         parts = urlsplit(self.url)
         return replace(self, url=parts._replace(netloc=f"{host}:{self.port}").geturl())
+
+    def take_back(self) -> None:
+        """Leave nothing in the pipes: from now on the policy may act."""
+        for pipe in self.handed:
+            pipe.close()
 
     def variables(self, host: str) -> dict[str, str]:
         """The environment variables of a command; the host is reached without a proxy."""

@@ -25,7 +25,6 @@ from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused, refused_body
 from slimrl.agent.gateway.json_body import json_body
-from slimrl.agent.gateway.key_pipe import KeyPipe
 from slimrl.agent.gateway.listener import IDLE_S, Listener, is_ours
 from slimrl.agent.gateway.messages import escaped
 from slimrl.agent.gateway.session import Session
@@ -106,20 +105,15 @@ class GatewayServer:
         """Make a session reachable. Raises what has ended the accepting of connections, if anything has."""
         self._listener.check()
         name, key, reward_key = secrets.token_hex(8), f"sk-{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}"
-        connection = Connection(
-            url=f"{self._url}/{name}",
-            api_key=key,
-            reward_key=reward_key,
-            key_pipe=KeyPipe(reward_key),
-            serve=self._listener.also,
-        )
+        url = f"{self._url}/{name}"
+        connection = Connection(url=url, api_key=key, reward_key=reward_key, serve=self._listener.also)
         self._sessions[name] = connection, session
         return connection
 
     def end(self, connection: Connection) -> None:
         """End a session; its keys are unknown from now on."""
         del self._sessions[connection.url.rpartition("/")[2]]
-        connection.key_pipe.close()
+        connection.take_back()
 
     async def _safely(
         self,
@@ -149,7 +143,7 @@ class GatewayServer:
         if not secrets.compare_digest(key.encode(), given.encode(errors="replace")):
             raise ApiError(401, NOT_ITS_KEY if of_reward else UNKNOWN, code="invalid_api_key")
         if request.method == "POST" and not of_reward:
-            connection.key_pipe.close()  # from now on the policy may act
+            connection.take_back()
         return session
 
     async def _sample(self, api: ModuleType, request: web.Request, session: Session) -> web.StreamResponse:
