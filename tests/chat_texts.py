@@ -20,9 +20,6 @@ from slimrl.data.trajectory import Prompt
 
 QUESTION = {"role": "user", "content": "What is 1+2, and twice that?"}
 
-TEXT_ARGUMENTS = {"deepseek_v3", "deepseek_v31", "deepseek_v31_think"}
-"""Models whose templates take arguments as JSON text."""
-
 
 def add(a: int, b: int, note: str = "") -> str:
     """Add.
@@ -37,65 +34,95 @@ def add(a: int, b: int, note: str = "") -> str:
 
 TOOLS = ToolBox([make_tool(add)])
 
-HEADERS_THAT_THINK = {"qwen3_thinking", "deepseek_v31_think"}
-
-ANSWER_ENDS = {"glm45": "<|user|>", "glm45_no_think": "<|user|>", "llama31": "<|eot_id|>"}
-CALL_ENDS = ANSWER_ENDS | {"glm45": "<|observation|>", "glm45_no_think": "<|observation|>"}
+PLAYED = [key for key, model in MODELS.items() if model.calls]
+"""Models that write calls"""
+TEXT_ARGUMENTS = {key for key, model in MODELS.items() if model.calls.startswith("deepseek")}
+"""Models whose templates take arguments as JSON text."""
 
 
 def thought_text(key: str, thought: str, *, after_tools: bool = False) -> str:
-    """Thinking before an answer, if this model thinks here; DeepSeek does not after results."""
+    """Thinking before an answer, if this model thinks here."""
     model = MODELS[key]
-    if not model.thinks or (key == "deepseek_v31_think" and after_tools):
-        return ""
-    if key == "glm45":
-        return f"\n<think>{thought}</think>"
-    if key == "deepseek_v31_think":
-        return f"{thought}</think>"
-    opening = "" if key in HEADERS_THAT_THINK else "<think>\n"
-    return f"{opening}{thought}\n</think>\n\n"
+    after = model.thought if model.thought_after_results is None else model.thought_after_results
+    return (after if after_tools else model.thought).replace("{}", thought)
 
 
 def call_text(key: str, *calls: dict, first_id: int = 0) -> str:
     """Calls of `add` with these arguments."""
-    texts = [json.dumps(arguments, ensure_ascii=False) for arguments in calls]
-    if key.startswith("qwen"):
-        return "\n".join(f'<tool_call>\n{{"name": "add", "arguments": {text}}}\n</tool_call>' for text in texts)
-    if key.startswith("glm"):
-        pairs = [
-            "".join(f"\n<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>" for name, value in arguments.items())
-            for arguments in calls
-        ]
-        return "".join(f"\n<tool_call>add{pair}\n</tool_call>" for pair in pairs)
-    if key == "deepseek_v3":
-        inner = "\n".join(
-            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{text}\n```<｜tool▁call▁end｜>" for text in texts
-        )
-        return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
-    if key.startswith("deepseek_v31"):
-        inner = "".join(f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{text}<｜tool▁call▁end｜>" for text in texts)
-        return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
-    if key == "kimi_k2":
-        inner = "".join(
-            f"<|tool_call_begin|>functions.add:{first_id + number}<|tool_call_argument_begin|>{text}<|tool_call_end|>"
-            for number, text in enumerate(texts)
-        )
-        return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
-    (text,) = texts
-    return f'{{"name": "add", "parameters": {text}}}'
+    return WRITTEN_CALLS[MODELS[key].calls](calls, first_id)
 
 
 def answer_text(key: str, words: str) -> str:
     """The last words of a turn, after its thinking."""
-    return f"\n{words}" if key.startswith("glm") else words
+    return MODELS[key].answer.replace("{}", words)
 
 
 def answer_end(key: str) -> str:
-    return ANSWER_ENDS.get(key, MODELS[key].stops[0])
+    return MODELS[key].ends[0] or MODELS[key].stops[0]
 
 
 def call_end(key: str) -> str:
-    return CALL_ENDS.get(key, MODELS[key].stops[0])
+    return MODELS[key].ends[1] or MODELS[key].stops[0]
+
+
+def _texts(calls) -> list[str]:
+    return [json.dumps(arguments, ensure_ascii=False) for arguments in calls]
+
+
+def _json(calls, first_id: int) -> str:
+    return "\n".join(f'<tool_call>\n{{"name": "add", "arguments": {text}}}\n</tool_call>' for text in _texts(calls))
+
+
+def _qwen3_coder(calls, first_id: int) -> str:
+    pairs = ("".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items()) for arguments in calls)
+    return "\n".join(f"<tool_call>\n<function=add>\n{pair}</function>\n</tool_call>" for pair in pairs)
+
+
+def _glm45(calls, first_id: int) -> str:
+    pairs = (
+        "".join(f"\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>" for k, v in arguments.items())
+        for arguments in calls
+    )
+    return "".join(f"\n<tool_call>add{pair}\n</tool_call>" for pair in pairs)
+
+
+def _glm47(calls, first_id: int) -> str:
+    pairs = (
+        "".join(f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in arguments.items())
+        for arguments in calls
+    )
+    return "".join(f"<tool_call>add{pair}</tool_call>" for pair in pairs)
+
+
+def _deepseekv3(calls, first_id: int) -> str:
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{text}\n```<｜tool▁call▁end｜>"
+        for text in _texts(calls)
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def _deepseekv31(calls, first_id: int) -> str:
+    inner = "".join(f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{text}<｜tool▁call▁end｜>" for text in _texts(calls))
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def _kimi_k2(calls, first_id: int) -> str:
+    inner = "".join(
+        f"<|tool_call_begin|>functions.add:{number}<|tool_call_argument_begin|>{text}<|tool_call_end|>"
+        for number, text in enumerate(_texts(calls), first_id)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def _llama3(calls, first_id: int) -> str:
+    (text,) = _texts(calls)
+    return f'{{"name": "add", "parameters": {text}}}'
+
+
+WRITTEN_CALLS = {"json": _json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "glm47": _glm47,
+                 "deepseekv3": _deepseekv3, "deepseekv31": _deepseekv31, "kimi_k2": _kimi_k2,
+                 "llama3": _llama3}  # fmt: skip
 
 
 class Script:
@@ -144,7 +171,6 @@ def rendering(key: str, messages, *, generate: bool) -> str:
     return model.tokenizer().apply_chat_template(
         written,
         tools=tools,
-        chat_template=model.template,
         tokenize=False,
         add_generation_prompt=generate,
         **model.kwargs,

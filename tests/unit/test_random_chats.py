@@ -3,6 +3,7 @@
 import pytest
 from chat_templates import MODELS
 from chat_texts import (
+    PLAYED,
     TOOLS,
     Script,
     answer_end,
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 from slimrl.agent.tools import ToolAnswer
 from slimrl.data.trajectory import Status
 
+KEYS = [key for key in PLAYED if key not in ("hermes3", "deepseek_r1", "deepseek_v3", "kimi_k2_0711", "qwq")]
+"""Those whose templates write each later turn of an episode as the policy does"""
 ANY = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 WORDS = st.text(
     st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"], exclude_characters="<>[]{}|｜/"),
@@ -98,13 +101,13 @@ def examples(count: int):
                     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])  # fmt: skip
 
 
-@pytest.mark.parametrize("key", MODELS)
+@pytest.mark.parametrize("key", KEYS)
 def test_random_conversations_join_as_the_template_renders_them(key):
     examples(25)(given(TURNS)(lambda turns: check(key, turns)))()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("key", MODELS)
+@pytest.mark.parametrize("key", KEYS)
 def test_ten_thousand_random_conversations_join_as_the_template_renders_them(key):
     examples(10_000)(given(TURNS)(lambda turns: check(key, turns)))()
