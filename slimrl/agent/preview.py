@@ -63,6 +63,7 @@ async def preview_episode(
         stop_token_ids=dialogue.stop_token_ids,
         segments=[_tokens(segment, dialogue.chat) for segment in trajectory.segments],
         not_repeated=dialogue.chat.not_repeated(schemas),
+        rewrites_results=bool(schemas) and dialogue.chat.rewrites_results(schemas),
     )
 
 
@@ -82,6 +83,7 @@ class _ScriptedEngine:
     def __init__(self, dialogue: Dialogue, messages: list[dict[str, Any]], turns: list[dict[str, Any]]) -> None:
         self._dialogue = dialogue
         self._messages = messages
+        self._num_prompt = len(messages)
         self._turns = turns
         self._opened = dialogue.chat.prompt(messages, dialogue.schemas, whole=True).opens_thinking
 
@@ -94,7 +96,12 @@ class _ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         turn = self._turns.pop(0)
         chat = self._dialogue.chat
-        text = _text_of_turn(chat, self._messages, turn, self._dialogue.schemas, opened=self._opened)
+        try:
+            text = _text_of_turn(chat, self._messages, turn, self._dialogue.schemas, opened=self._opened)
+        except ValueError:
+            # Some templates write what is before a turn anew once there is the turn: Kimi-K2-Thinking's drops thinking.
+            before = self._messages[: self._num_prompt]
+            text = _text_of_turn(chat, before, turn, self._dialogue.schemas, opened=self._opened)
         tokens = chat.template.encode(text)
         ends = self._dialogue.call_ends if turn.get("tool_calls") else chat.stop_token_ids
         tokens = tokens[: next(place for place, token in enumerate(tokens) if token in ends) + 1]

@@ -122,6 +122,14 @@ class ChatFormat:
         finished = [_QUESTION, turn, *told]
         return left_out.of(finished, schemas, write(finished, schemas))
 
+    def rewrites_results(self, schemas: Schemas) -> bool:
+        """Whether the template writes a call or its result differently once a later call follows."""
+        turns = [[{**_ANSWER, "content": "", "tool_calls": _calls([call])}, *tool_results([call], [_RESULT])]
+                 for call in (CallName(id=f"functions.f:{number}", name="f") for number in range(2))]  # fmt: skip
+        one = self.template.render([_QUESTION, *turns[0]], schemas, generate=False)
+        two = self.template.render([_QUESTION, *turns[0], *turns[1]], schemas, generate=False)
+        return not two.startswith(one)
+
     def _header_of(self, text: str, messages: Messages, schemas: Schemas) -> str:
         """The header of the assistant's turn at the end of a rendered prompt."""
         if text.endswith(self._header):

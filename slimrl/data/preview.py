@@ -21,3 +21,5 @@ class Preview:
     segments: list[list[PreviewToken]]
     not_repeated: list[str] = field(default_factory=list)
     """What the chat template leaves out of earlier turns"""
+    rewrites_results: bool = False
+    """Whether it writes a call or its result differently once a later call follows"""

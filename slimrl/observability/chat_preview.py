@@ -31,18 +31,23 @@ def print_preview(preview: Preview, console: Console) -> None:
     if preview.not_repeated:
         said = ", ".join(preview.not_repeated)
         console.print(f"Once a turn is over, the chat template leaves out {said}: see agent.history.")
+    if preview.rewrites_results:
+        console.print(
+            "Once a later call follows, the chat template writes calls or results differently: see agent.history."
+        )
 
 
 def as_json(preview: Preview) -> str:
     """`stop_token_ids`, and `tokens` of all segments one after the other: `id`, `text`, `source` and `trained`.
 
     `segment_lengths` says where each segment, a sequence of its own, ends; `not_repeated` what the chat template leaves
-    out of earlier turns.
+    out of earlier turns, and `rewrites_results` whether it writes results anew once a later call follows.
     """
     value = {
         "stop_token_ids": list(preview.stop_token_ids),
         "segment_lengths": list(map(len, preview.segments)),
         "not_repeated": preview.not_repeated,
+        "rewrites_results": preview.rewrites_results,
         "tokens": [vars(token) for segment in preview.segments for token in segment],
     }
     return visible(json.dumps(value, ensure_ascii=False))
