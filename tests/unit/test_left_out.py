@@ -311,6 +311,9 @@ def test_a_tokenizer_with_a_template_for_tools_writes_calls_where_there_are_tool
     assert "12 * 34" in learned(chat, SHOWN_BY_THE_PAGE, [CALCULATOR])
     with pytest.raises(ValueError, match=r"leaves out the name of tool_calls\[0\]"):
         chat.training_sequences(SHOWN_BY_THE_PAGE, None)
+    with_text = template(calls=RESPELLED["arguments as text (DeepSeek)"]["calls"])
+    chat = chat_of({"default": template(tools="", calls=""), "tool_use": with_text})
+    assert 'calculator{"expression": "12 * 34"}' in learned(chat, SHOWN_BY_THE_PAGE, [CALCULATOR])
 
 
 @pytest.mark.parametrize(
