@@ -1,8 +1,11 @@
 """The task of a recipe: prompts that no episode could begin with are refused by their lines."""
 
 import json
+import math
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
@@ -201,6 +204,28 @@ def test_parts_of_the_reward_are_refused_under_their_keys(model, tmp_path):
     wrong = 'reward.parts={math: {function: "slimrl.rewards.math:boxed_exact", args: {digits: 3}}}'
     with pytest.raises(RecipeError, match=r"reward\.parts\.math\.function: .*unexpected keyword argument 'digits'"):
         load_task(loaded(model, train, 'reward.function=""', wrong), train=True, evaluate=False)
+
+
+@pytest.mark.parametrize("reward", ["math:boxed_exact", "math:boxed_equivalent", "answers:ExactMatch", "answers:F1"])
+@pytest.mark.parametrize(
+    ("column", "refused"), [([None, 5.0], [1]), ([5.0, math.nan], [2]), (["", "5", "None"], [1, 3]), ([5, 7], [])]
+)
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_labels_that_are_holes_of_a_table_are_refused_by_row_when_read(
+    model, tmp_path, reward, column, refused, format
+):
+    """As pandas, polars and datasets write them: null, NaN, an empty text, the word for null."""
+    path = tmp_path / f"t.{format}"
+    if format == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["q"] * len(column), "label": column}), path)
+    else:
+        write(path, *({"prompt": "q", "label": label} for label in column))
+    said = ""
+    try:
+        load_task(loaded(model, path, f"reward.function=slimrl.rewards.{reward}"), train=True, evaluate=False)
+    except RecipeError as error:
+        said = str(error)
+    assert [row for row in range(1, len(column) + 1) if f"{path}:{row}: " in said] == refused
 
 
 def test_a_task_whose_tool_runs_code_is_refused_without_a_sandbox_unless_it_starts_elsewhere(model, tmp_path):
