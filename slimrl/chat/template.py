@@ -198,7 +198,7 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno} of the chat template: {error.message}") from error
-        except (TemplateError, TypeError, AttributeError, LookupError) as error:
+        except (TemplateError, TypeError, AttributeError, LookupError, RecursionError) as error:
             # A template is a program of the model's authors; what it raises says what it does not take.
             raise ValueError(f"the chat template refuses it: {error}") from error
 

@@ -163,3 +163,5 @@ def test_hermes_drops_words_before_a_call_and_writes_no_calls_without_tools():
 def test_hermes_cannot_show_a_tool_with_a_type_that_python_lacks():
     """It takes the name of the type for a list of types, and goes on with its letters for ever."""
     assert written("hermes3", USER, tools=TOOLS) is None
+    with pytest.raises(ValueError, match="the chat template refuses it: maximum recursion depth exceeded"):
+        MODELS["hermes3"].chat().prompt([USER], TOOLS)
