@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import contextmanager
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -335,6 +336,17 @@ def test_the_metrics_are_means_over_sampled_tokens_and_over_scored_trajectories(
     assert teacher_metrics([failed], ScoringTimes()) == {}
     # Scored before the run was resumed.
     assert "distill/score_s" not in teacher_metrics([first], ScoringTimes())
+
+
+def test_a_teacher_s_engines_have_every_setting_that_the_teacher_and_a_rollout_both_have():
+    recipe = Recipe()
+    shared = {one.name for one in fields(recipe.teacher)} & {one.name for one in fields(recipe.rollout)}
+    assert len(shared) >= 11
+    for number, name in enumerate(sorted(shared), start=1001):
+        value = {"SET": "1"} if isinstance(getattr(recipe.teacher, name), dict) else number
+        setattr(recipe.teacher, name, value)
+    rollout = teacher_recipe(recipe).rollout
+    assert {name: getattr(rollout, name) for name in shared} == {name: getattr(recipe.teacher, name) for name in shared}
 
 
 def test_a_teacher_s_engines_share_nothing_and_cache_nothing_in_a_deterministic_run():
