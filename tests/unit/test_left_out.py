@@ -384,7 +384,7 @@ def test_a_prompt_of_which_something_is_left_out_is_refused_by_its_line_before_a
         load_task(load_recipe(TINY, given, "train"), train=True, evaluate=False)
     result = CliRunner().invoke(app, ["inspect-chat", str(TINY), *given])
     assert result.exit_code == 2
-    assert "leaves out messages[0]: its words" in result.output
+    assert "data.train: the chat template leaves out messages[0]: its words" in " ".join(result.output.split())
 
 
 def test_an_episode_does_not_begin_with_messages_of_which_something_is_left_out():

@@ -8,6 +8,8 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from test_left_out import ANSWER, CALCULATOR, USER, template
 from typer.testing import CliRunner
 
+from slimrl.agent.dialogue import Dialogues
+from slimrl.agent.parsers import make_parser
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.chat.template import ChatTemplate
 from slimrl.chat.tool_prompts import PUBLISHED, tool_prompt
@@ -169,3 +171,13 @@ def test_supervised_training_refuses_tools_that_are_not_shown_by_line_and_shows_
     examples = read_examples(load_recipe(recipe, [*given, "agent.tool_prompt=deepseek_v3"], "sft"))
     lengths = [len(example.tokens) for example in examples["train"]]
     assert lengths[1] > lengths[0] + 100
+
+
+def test_no_dialogue_has_tools_that_are_not_shown():
+    """Whoever brings them: an environment, an agent behind the gateway, a sub-agent."""
+    dialogues = Dialogues(chat_with(""), lambda schemas: make_parser("qwen25", schemas), stop_at_call=True)
+    with pytest.raises(ValueError, match="the chat template leaves out the tool calculator"):
+        dialogues.of([CALCULATOR])
+    assert dialogues.of([]).schemas == []
+    shown = Dialogues(chat_with("deepseek_v3"), lambda schemas: make_parser("qwen25", schemas), stop_at_call=True)
+    assert shown.of([CALCULATOR]).call_ends
