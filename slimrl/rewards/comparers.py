@@ -48,7 +48,7 @@ class OutOfCpuTime(Exception):
 
 
 class ComparerFailed(Exception):
-    """A process ended or got stuck; whether the answer is right is unknown."""
+    """A comparison raised, or its process ended or got stuck; whether the answer is right is unknown."""
 
 
 class Comparers:
@@ -74,7 +74,7 @@ class Comparers:
 
         Raises:
             OutOfCpuTime: the comparison exceeded its limit.
-            ComparerFailed: the process ended otherwise or got stuck, or `close` was called.
+            ComparerFailed: the comparison raised, the process ended otherwise or got stuck, or `close` was called.
         """
         with waiting():
             try:
@@ -171,7 +171,10 @@ class _Comparer:
         line = self._answers.readline()
         if not line:
             raise self._cause_of_end()
-        return json.loads(line)
+        same = json.loads(line)
+        if not isinstance(same, bool):
+            raise ComparerFailed(f"the comparison failed: {same}")
+        return same
 
     def _cause_of_end(self) -> Exception:
         code = self._process.wait(END_S)

@@ -3,7 +3,8 @@
 `comparers.py` starts it as `python -P comparison.py SECONDS BYTES`. It imports nothing of slimrl.
 
 1. It imports math-verify and compares one pair to warm up; it prints `true` when it is ready.
-2. It reads answer and label from stdin, a JSON list per line, and prints `true` or `false`.
+2. It reads answer and label from stdin, a JSON list per line, and prints `true` or `false`, or in a JSON text the
+   exception that the comparison raised.
 3. If a comparison takes more than SECONDS of CPU time, the kernel ends the process with SIGXCPU. An exception would not
    do, since math-verify and sympy catch exceptions of all kinds.
 4. It may add BYTES of address space to what it has when it is ready. A comparison that needs more ends in a
@@ -46,7 +47,7 @@ def _parsed(answer: str) -> list[Any]:
 def _same_size(gold: list[Any], given: list[Any]) -> bool:
     """Whether two numbers are near each other in relation to their size; true if they are no numbers."""
     first, second = gold[0], given[0]
-    if not (isinstance(first, Expr) and isinstance(second, Expr)):
+    if not (isinstance(first, Expr) and isinstance(second, Expr) and first.is_number and second.is_number):
         return True
     difference = abs(second - first)
     # False also where terms cancel so far that no digit of the difference is known, and for infinities.
@@ -84,11 +85,14 @@ def main() -> None:
     limit_memory(memory_bytes)
     for line in sys.stdin:
         answer, label = json.loads(line)
+        same: bool | str
         try:
             with cpu_limit(seconds):
                 same = equivalent(answer, label)
         except MemoryError:
             same = False
+        except Exception as error:  # noqa: BLE001 - who asked says it; the next pair is another one
+            same = f"{type(error).__name__}: {error}"
         print(json.dumps(same), file=answers, flush=True)
 
 

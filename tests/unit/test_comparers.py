@@ -41,7 +41,7 @@ class Process:
 
     def answer(self) -> bytes:
         answer = self.answers.pop(0)
-        if isinstance(answer, bool):
+        if isinstance(answer, bool | str):
             return json.dumps(answer).encode() + b"\n"
         self.code = answer
         return b""
@@ -129,6 +129,16 @@ def test_a_process_that_ends_or_is_stuck_is_named_and_replaced(processes, end, e
     assert [process.killed for process in processes.started] == [1 if end is None else 0, 1]
 
 
+def test_an_exception_of_one_comparison_is_named_and_its_process_goes_on(processes):
+    processes.scripts += [["TypeError: no truth", True]]
+    shared = Comparers(max_processes=1)
+    with pytest.raises(ComparerFailed, match="the comparison failed: TypeError: no truth"):
+        shared.equivalent("a", "b")
+    assert shared.equivalent("a", "b") is True
+    assert len(processes.started) == 1
+    shared.close()
+
+
 def test_at_most_so_many_compare_at_once_and_one_that_runs_is_taken_first(processes):
     asked, go_on = threading.Semaphore(0), threading.Semaphore(0)
     processes.scripts += [[True] * 9, [True] * 9]
@@ -200,25 +210,32 @@ def test_the_process_says_that_it_is_ready_and_answers_each_line(monkeypatch):
     monkeypatch.setattr(comparison.os, "fdopen", lambda descriptor, mode: answers if descriptor == 77 else None)
     monkeypatch.setattr(comparison.resource, "setrlimit", lambda which, limit: limits.append((which, limit)))
     monkeypatch.setattr(comparison.time, "process_time", lambda: 0.5)
-    monkeypatch.setattr(comparison, "equivalent", lambda a, b: asked.append((a, b)) or a == b or a.startswith("2"))
+
+    def compare(a, b):
+        asked.append((a, b))
+        if a == "1/":
+            raise TypeError("no truth")
+        return a == b or a.startswith("2")
+
+    monkeypatch.setattr(comparison, "equivalent", compare)
     stream = lambda number: SimpleNamespace(fileno=lambda: number)  # noqa: E731
-    lines = [json.dumps(pair) + "\n" for pair in (["x", "x"], ["x", "y"])]
+    lines = [json.dumps(pair) + "\n" for pair in (["x", "x"], ["1/", "y"], ["x", "y"])]
     monkeypatch.setattr(comparison, "sys", SimpleNamespace(
         stdout=stream(11), stderr=stream(12), stdin=lines, argv=["comparison.py", "9", "1000000000"]
     ))  # fmt: skip
     comparison.main()
-    assert answers.getvalue() == "true\ntrue\nfalse\n"
+    assert answers.getvalue() == 'true\ntrue\n"TypeError: no truth"\nfalse\n'
     # Who asked waits for each of them.
-    assert flushed == ["true\n", "true\ntrue\n", "true\ntrue\nfalse\n"]
+    assert flushed == ["true\n", "true\ntrue\n", 'true\ntrue\n"TypeError: no truth"\n', answers.getvalue()]
     assert moved == [(12, 11)]
-    assert asked[1:] == [("x", "x"), ("x", "y")]
+    assert asked[1:] == [("x", "x"), ("1/", "y"), ("x", "y")]
     assert limits[0] == (comparison.resource.RLIMIT_CORE, (0, 0))
     which, (soft, hard) = limits[1]
     assert which == comparison.resource.RLIMIT_AS
     assert soft == hard
     added_bytes = soft - psutil.Process().memory_info().vms
     assert abs(added_bytes - 10**9) < 10**8
-    assert [limit[0] for which, limit in limits[2::2]] == [10, 10]
+    assert [limit[0] for which, limit in limits[2::2]] == [10, 10, 10]
 
 
 def test_a_process_that_has_grown_is_replaced(processes, monkeypatch):
