@@ -23,11 +23,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Expr
 
 MAX_RELATIVE_DIFFERENCE = 1e-6
 """Of two numbers that are equal. math-verify rounds to 6 places, with which all numbers below 1e-7 would be equal."""
+
+_NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
+"""math-verify's own, but for units: it would drop letters such as m and t from the end, of `3m` and of `2ab`."""
 
 
 def equivalent(answer: str, label: str) -> bool:
@@ -40,7 +44,7 @@ def equivalent(answer: str, label: str) -> bool:
 
 def _parsed(answer: str) -> list[Any]:
     """What math-verify makes of the whole answer; by default it takes the last number of one that it cannot read."""
-    whole = [LatexExtractionConfig()]
+    whole = [LatexExtractionConfig(normalization_config=_NORMALIZATION)]
     return parse(f"\\boxed{{{answer}}}", whole, fallback_mode="no_fallback", parsing_timeout=None)
 
 

@@ -58,12 +58,17 @@ def _same_quantities(answer: Quantity, label: Quantity, ask: Ask) -> bool:
     if answer.value is not None and label.value is not None:
         both = _values(answer.value, answer.unit, label.unit) & _values(label.value, label.unit, answer.unit)
         return bool(both)
-    if squeezed(answer.text) == squeezed(label.text):
+    if squeezed(answer.text) == squeezed(label.text) or (units and _written_out(answer) == _written_out(label)):
         return True
     if answer.unit != label.unit and DEGREE in units and (r"\pi" in answer.text or r"\pi" in label.text):
         # An angle without a unit is in radians.
         return ask(*(rf"({one.text})\cdot\pi/180" if one.unit == DEGREE else one.text for one in (answer, label)))
     return ask(answer.text, label.text)
+
+
+def _written_out(one: Quantity) -> str:
+    r"""With the unit as letters, since `5\text{ m}` is also written `5 m`, which could be a product."""
+    return (one.text + one.unit).replace(" ", "")
 
 
 def _values(value: Fraction, unit: str, other_unit: str) -> set[Fraction]:
