@@ -13,6 +13,7 @@ import string
 from collections import Counter
 
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards.equality import same_choice
 from slimrl.rewards.kinds import Choice, Quantity, read
 from slimrl.rewards.labels import label_list
 from slimrl.rewards.latex import plain
@@ -83,7 +84,7 @@ def same_words(answer: str, label: str) -> bool:
     given, wanted = read(plain(answer)), read(plain(label))
     if isinstance(given, Quantity) and isinstance(wanted, Quantity):
         return given.value is not None and (given.value, given.unit) == (wanted.value, wanted.unit)
-    return isinstance(wanted, Choice) and given == wanted
+    return isinstance(given, Choice) and isinstance(wanted, Choice) and same_choice(given, wanted)
 
 
 def normal_form(text: str) -> str:

@@ -2,7 +2,7 @@
 
 - Numbers are equal exactly; `0.33` is no third.
 - A unit that only one of them has does not count, two different ones do. `10%` is 10 and 0.1; `45°` is 45 and pi/4.
-- Digits in a base, choices and words are the same or not.
+- Digits in a base and words are the same or not. Of choices the letter is, and the text behind it if both have one.
 - Tuples, intervals and ratios have the same brackets and equal items in order. Sets, unions and lists that are not
   of words have equal items in any order.
 - `x = 4` is 4, and is not `y = 4`.
@@ -12,7 +12,7 @@
 from collections.abc import Callable
 from fractions import Fraction
 
-from slimrl.rewards.kinds import Answer, Group, Named, Quantity, Relation, Words, read
+from slimrl.rewards.kinds import Answer, Choice, Group, Named, Quantity, Relation, Words, read
 from slimrl.rewards.latex import plain, squeezed
 from slimrl.rewards.units import DEGREE, PERCENT
 
@@ -37,6 +37,8 @@ def same(answer: Answer, label: Answer, ask: Ask) -> bool:
         return all(same(value, label, ask) for value in answer.values)
     if isinstance(label, Named):
         return all(same(answer, value, ask) for value in label.values)
+    if isinstance(answer, Choice) and isinstance(label, Choice):
+        return same_choice(answer, label)
     if isinstance(answer, Quantity) and isinstance(label, Quantity):
         return _same_quantities(answer, label, ask)
     if isinstance(answer, Group) and isinstance(label, Group):
@@ -49,6 +51,14 @@ def same(answer: Answer, label: Answer, ask: Ask) -> bool:
             # Such as x > 2 and an interval, or all reals and one.
             return ask(given, wanted)
     return answer == label
+
+
+def same_choice(answer: Choice, label: Choice) -> bool:
+    """Whether the letters are the same, and what both say behind them. A letter is no name with that initial, such as
+    the label `J. Smith`."""
+    if answer.said and label.said:
+        return (answer.letter, answer.said) == (label.letter, label.said)
+    return answer.letter == label.letter and (label.in_brackets or not label.said)
 
 
 def _same_quantities(answer: Quantity, label: Quantity, ask: Ask) -> bool:

@@ -57,6 +57,9 @@ class Words:
 @dataclass(frozen=True)
 class Choice:
     letter: str
+    said: str = ""
+    """What stands behind the letter, as in `(A) 12` and `A. Paris`, or in a name with an initial"""
+    in_brackets: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ _CHOICE = re.compile(
     re.VERBOSE | re.ASCII,
 )
 _CHOICE_AND_TEXT = re.compile(
-    r"""(?: \((?P<round>[A-Z])\) (?: \ ? (?=[A-Za-z0-9]) | \ (?=\\(?:frac|sqrt|pi|\$)) ) | (?P<bare>[A-Z])[.):]\  )
+    r"""(?: \((?P<round>[A-Z])\) (?: \ ? (?=[A-Za-z0-9]) | \ (?=\\(?:frac|sqrt|pi|\$)|\$) ) | (?P<bare>[A-Z])[.):]\  )
         (?P<said>.+)""",
     re.VERBOSE | re.ASCII,
 )
@@ -139,7 +142,8 @@ def _choice(text: str) -> Choice | None:
     if found := _CHOICE.fullmatch(bare):
         return Choice((found["round"] or found["square"] or found["bare"]).upper())
     if (found := _CHOICE_AND_TEXT.fullmatch(bare)) and not _ANOTHER_CHOICE.search(found["said"]):
-        return Choice(found["round"] or found["bare"])
+        said = squeezed(found["said"].lower().strip(".$"))
+        return Choice(found["round"] or found["bare"], said, in_brackets=bool(found["round"]))
     return None
 
 
@@ -157,7 +161,7 @@ def _several(text: str) -> Group | Words | None:
 
 
 def _list(items: list[Answer], text: str) -> Group | Words:
-    if all(isinstance(item, Choice) for item in items):
+    if all(isinstance(item, Choice) and not item.said for item in items):
         # An order, or a selection: A, C is AC.
         return Words("".join(item.letter.lower() for item in items if isinstance(item, Choice)))
     named = [item for item in items if isinstance(item, Named)]
