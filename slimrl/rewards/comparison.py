@@ -33,9 +33,14 @@ MAX_RELATIVE_DIFFERENCE = 1e-6
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
 """math-verify's own, but for units: it would drop letters such as m and t from the end, of `3m` and of `2ab`."""
 
+_DROPPED = ("'", '"', "...", r"\ldots")
+"""What math-verify takes out of an answer as if it said nothing."""
+
 
 def equivalent(answer: str, label: str) -> bool:
     """Whether two answers, in LaTeX as within \\boxed{}, are mathematically equal. May take arbitrarily long."""
+    if any(answer.count(mark) != label.count(mark) for mark in _DROPPED):
+        return False
     gold, given = _parsed(label), _parsed(answer)
     # math-verify's own limit is of wall-clock time.
     same = verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None)

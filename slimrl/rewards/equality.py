@@ -9,13 +9,16 @@
 - Expressions, inequalities and other equations are asked about.
 """
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
+from typing import TypeGuard
 
 from slimrl.rewards.kinds import Answer, Choice, Group, Named, Quantity, Relation, Words, read
 from slimrl.rewards.latex import plain, squeezed
 from slimrl.rewards.units import DEGREE, PERCENT
 
+_SET_OR_MATRIX = re.compile(r"\\(?:mathbb|setminus|begin)(?![A-Za-z])")
 Ask = Callable[[str, str], bool]
 """Whether two expressions are equal: answer and label in LaTeX."""
 
@@ -43,14 +46,17 @@ def same(answer: Answer, label: Answer, ask: Ask) -> bool:
         return _same_quantities(answer, label, ask)
     if isinstance(answer, Group) and isinstance(label, Group):
         return _same_groups(answer, label, ask)
-    match answer, label:
-        case (
-            Group(text=given) | Relation(given) | Quantity(given, None),
-            Group(text=wanted) | Relation(wanted) | Quantity(wanted, None),
-        ):
-            # Such as x > 2 and an interval, or all reals and one.
-            return ask(given, wanted)
+    if _may_be_set(answer) and _may_be_set(label):
+        # Such as x > 2 or all reals, and an interval.
+        return ask(answer.text, label.text)
     return answer == label
+
+
+def _may_be_set(one: Answer) -> TypeGuard[Group | Relation | Quantity]:
+    """Or a matrix. A single expression is none: math-verify would take a set of one item for the item."""
+    if isinstance(one, Quantity):
+        return one.value is None and not one.unit and bool(_SET_OR_MATRIX.search(one.text))
+    return isinstance(one, Group | Relation)
 
 
 def same_choice(answer: Choice, label: Choice) -> bool:

@@ -108,6 +108,8 @@ _UNION = re.compile(r"\\cup(?![A-Za-z])")
 _RATIO = re.compile(r":|\\text ?\{ to \}")
 _EQUALS = re.compile(r"(?<![<>!])=")
 _ORDERED = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])|=")
+_LOOSE = re.compile(r"\\(?:approx|equiv|simeq|sim|cong|propto|doteq|asymp)(?![A-Za-z])")
+"""Relations that say less than that both sides are equal, and of which math-verify reads one side alone"""
 _NAME = re.compile(
     r"""(?:\\angle\ ?)? (?: [A-Za-z] | \\[A-Za-z]+ | [A-Z]{2,3} | \\text\ ?\{[A-Za-z\ ]+\} )   # x, \theta, AB
         (?: _ (?: \w | \{\w+\} ) )? '* (?: \( [\w,\ ]+ \) )?                                    # x_1, f(x)
@@ -201,6 +203,8 @@ def _single(text: str, worded: bool) -> Answer:
 
 def _relation(text: str) -> Answer | None:
     """What equations and inequalities say, and memberships such as `x \\in [1, 2]`."""
+    if _LOOSE.search(text):
+        return _words(text)
     member = re.split(r"\\in(?![A-Za-z])", text)
     if len(member) == 2 and _NAME.fullmatch(member[0].strip()):
         return read(member[1].strip())

@@ -19,7 +19,8 @@ _CHARACTERS = {
     "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{MULTIPLICATION SIGN}": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
     "÷": "/", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\N{UNION}": r"\cup ", "∩": r"\cap ",
     "∈": r"\in ", "∅": r"\emptyset ", "∞": r"\infty ", "√": r"\sqrt ", "π": r"\pi ", "θ": r"\theta ", "°": r"^\circ ",
-    "º": r"^\circ ", "\N{NO-BREAK SPACE}": " ",
+    "º": r"^\circ ", "≈": r"\approx ", "≡": r"\equiv ", "≅": r"\cong ", "∼": r"\sim ", "…": r"\ldots ",
+    "\N{NO-BREAK SPACE}": " ",
 }  # fmt: skip
 _AROUND = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`")]
 _THOUSANDS = re.compile(r"(?<=\d)(\{,\}|,\\!|\\,|\\ |~)(?=\d{3}(?!\d))", re.ASCII)
@@ -39,6 +40,8 @@ _OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
 _ARGUMENT = r"(\{[^{}]*\}|\d|[A-Za-z]|\\pi)"
 _FRACTION = re.compile(rf"\\frac ?{_ARGUMENT} ?{_ARGUMENT}")
 _ROOT = re.compile(r"\\sqrt ?(?:(\d+|[A-Za-z]|\\pi)|\(([^()]*)\))", re.ASCII)
+_FULL_STOP = re.compile(r"(?<!\.) *\.$")
+"""Not the end of an ellipsis"""
 _BARE_NAME = re.compile(r"(?<![A-Za-z\\])(pi|sqrt|sin|cos|tan|log|ln|exp|infty|infinity)(?![A-Za-z])")
 
 
@@ -54,7 +57,7 @@ def plain(answer: str) -> str:
     text = _FRACTION.sub(_braced, _OVER.sub(r"\\frac{\1}{\2}", text))
     text = _BARE_NAME.sub(_named, text)
     text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
-    return text.strip().removesuffix(".").strip()
+    return _FULL_STOP.sub("", text.strip())
 
 
 def squeezed(text: str) -> str:
@@ -88,7 +91,7 @@ def _with_commands(answer: str) -> Iterator[str]:
 
 
 def _without_surroundings(text: str) -> str:
-    text = text.removesuffix(".")
+    text = _FULL_STOP.sub("", text)
     for opening, closing in _AROUND:
         inner = text[len(opening) : -len(closing)]
         if text.startswith(opening) and text.endswith(closing) and inner and opening not in inner.replace(r"\$", ""):

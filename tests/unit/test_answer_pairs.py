@@ -67,7 +67,8 @@ def test_an_answer_is_not_right_for_two_labels_that_differ():
 
     answers = {answer: read(plain(answer)) for _, _, answer, _ in ALL if "%" not in answer}
     labels = {str(label): read(plain(str(label))) for _, label, _, _ in ALL}
-    bare = {label: said for label, said in labels.items() if not isinstance(said, Quantity) or not said.unit}
+    units = {label for label, said in labels.items() if isinstance(said, Quantity) and said.unit or label.endswith(" m")}
+    bare = {label: said for label, said in labels.items() if label not in units}
     for answer, given in answers.items():
         paid = [(label, wanted) for label, wanted in bare.items() if is_same(given, wanted)]
         assert all(is_same(wanted, paid[0][1]) for _, wanted in paid), (answer, paid)
