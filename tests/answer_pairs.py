@@ -480,6 +480,7 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("e^2", r"\mathrm{e}^2", True),
         ("2i", r"2\mathrm{i}", True),
         (r"\pi", r"\mathrm{\pi}", True),
+        (r"2\pi i", r"2\pi\mathrm{i}", True),
         (r"\arctan x", r"\operatorname{arctan}(x)", True),
         (r"\arctan x", r"\operatorname{arcsin}(x)", False),
     ],

@@ -103,7 +103,7 @@ _CHOICE_AND_TEXT = re.compile(
     re.VERBOSE | re.ASCII,
 )
 _ANOTHER_CHOICE = re.compile(r"\([A-Z]\)|\b[A-Z][.):]", re.ASCII)
-_SEPARATORS = re.compile(r"[,;]|\\text ?\{ ?,? ?(?:or|and) ?\}|(?<![A-Za-z]),? ?\b(?:or|and)\b")
+_SEPARATORS = re.compile(r"[,;]? ?(?:\\text ?\{ ?,? ?(?:or|and) ?\}|(?<!\\)\b(?:or|and)\b)|[,;]")
 _UNION = re.compile(r"\\cup(?![A-Za-z])")
 _RATIO = re.compile(r":|\\text ?\{ to \}")
 _EQUALS = re.compile(r"(?<![<>!])=")

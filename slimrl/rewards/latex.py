@@ -33,6 +33,14 @@ _SAME_COMMANDS = {
     **dict.fromkeys(["mbox", "textbf", "textit", "textrm", "textsf", "textnormal", "operatorname"], "text"),
     **dict.fromkeys(["mathrm", "mathbf", "mathit", "mathsf"], "text"),
 }  # fmt: skip
+_UPRIGHT = re.compile(
+    r"""\\(?: (?:mathrm|mathbf|mathit|boldsymbol) \ ?\{\ ? (?P<command>\\[A-Za-z]+) \ ?\}   # \mathrm{\pi}
+        | mathrm \ ?\{\ ? (?P<constant>[ei]) \ ?\}                                       # not m, which is meters
+        | (?:mathbf|mathit|boldsymbol) \ ?\{\ ? (?P<letter>[A-Za-z]) \ ?\}
+        | operatorname \ ?\{\ ? (?P<function>(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp) \ ?\} )""",
+    re.VERBOSE,
+)
+"""Letters, commands and functions in a typeface, which says nothing"""
 _COMMAND = re.compile(r"(?P<end>\\\\)|\\(?P<name>[A-Za-z]+) *(?=(?P<next>.?))", re.DOTALL)
 """The end of a line of a matrix, or a command with the character after it"""
 _DEGREES = re.compile(r" ?(\^ ?(\{ ?\\circ ?\}|\\circ ?)|\\degree ?)")
@@ -52,7 +60,7 @@ def plain(answer: str) -> str:
     text = _THOUSANDS.sub("", _SIZES.sub("", text))
     text = _SPACES.sub(lambda space: "" if space[0] == r"\!" else " ", text)
     text = text.replace(r"\%", "%").replace(">=", r"\ge ").replace("<=", r"\le ").replace("!=", r"\ne ")
-    text = _COMMAND.sub(_one_name, text)
+    text = _COMMAND.sub(_one_name, _UPRIGHT.sub(_unwrapped, text))
     text = _DEGREES.sub("°", text)
     text = _FRACTION.sub(_braced, _OVER.sub(r"\\frac{\1}{\2}", text))
     text = _BARE_NAME.sub(_named, text)
@@ -97,6 +105,16 @@ def _without_surroundings(text: str) -> str:
         if text.startswith(opening) and text.endswith(closing) and inner and opening not in inner.replace(r"\$", ""):
             text = inner.strip()
     return text
+
+
+def _unwrapped(upright: re.Match[str]) -> str:
+    if upright["function"]:
+        return f"\\{upright['function']} "
+    if upright["command"]:
+        return f"{upright['command']} "
+    # A letter behind a command such as \pi must not lengthen its name.
+    behind_letter = upright.string[: upright.start()][-1:].isalpha()
+    return " " * behind_letter + (upright["constant"] or upright["letter"])
 
 
 def _one_name(command: re.Match[str]) -> str:
