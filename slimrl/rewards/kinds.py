@@ -104,6 +104,7 @@ _CHOICE_AND_TEXT = re.compile(
 )
 _ANOTHER_CHOICE = re.compile(r"\([A-Z]\)|\b[A-Z][.):]", re.ASCII)
 _SEPARATORS = re.compile(r"[,;]? ?(?:\\text ?\{ ?,? ?(?:or|and) ?\}|(?<!\\)\b(?:or|and)\b)|[,;]")
+_OR = re.compile(r"[,;]? ?(?:\\text ?\{ ?,? ?or ?\}|\\(?:lor|vee)(?![A-Za-z])|(?<!\\)\bor\b)")
 _UNION = re.compile(r"\\cup(?![A-Za-z])")
 _RATIO = re.compile(r":|\\text ?\{ to \}")
 _EQUALS = re.compile(r"(?<![<>!])=")
@@ -111,12 +112,16 @@ _ORDERED = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])|=")
 _LOOSE = re.compile(r"\\(?:approx|equiv|simeq|sim|cong|propto|doteq|asymp)(?![A-Za-z])")
 """Relations that say less than that both sides are equal, and of which math-verify reads one side alone"""
 _NAME = re.compile(
-    r"""(?:\\angle\ ?)? (?: [A-Za-z] | \\[A-Za-z]+ | [A-Z]{2,3} | \\text\ ?\{[A-Za-z\ ]+\} )   # x, \theta, AB
+    r"""(?:\\angle\ ?)? (?: [A-Za-z] | \\[A-Za-z]+ | [A-Z]{2,3} | \\text\ ?\{[A-Za-z\ ]+\}      # x, \theta, AB
+            | [A-Z][a-z]{2,} (?: \ [a-z]+ )* )                                                 # Area
         (?: _ (?: \w | \{\w+\} ) )? '* (?: \( [\w,\ ]+ \) )?                                    # x_1, f(x)
+      | \| [A-Za-z]{1,3} \| | \\overline\ ?\{[A-Z]{2}\}                                        # |A|, \overline{AB}
+      | \\(?:sin|cos|tan)\ ? (?: [A-Za-z] | \\[a-z]+ | \( [A-Za-z] \) )                         # \cos\theta
       | \( (?: [A-Za-z] ,\ ? )+ [A-Za-z] \)                                                     # (x, y)""",
     re.VERBOSE | re.ASCII,
 )
 _ROW = re.compile(r"(?<![_^\d])\d+ \d", re.ASCII)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _LETTER = re.compile(r"[A-Za-z]")
 _OPEN, _CLOSED = "([{", ")]}"
 
@@ -155,11 +160,19 @@ def _several(text: str) -> Group | Words | None:
         return None  # 1,000 km
     if len(parts := _split(text, _UNION)) > 1:
         return Group("U", tuple(map(read, parts)), text)
+    if len(parts := _split(text, _OR)) > 1 and _are_ranges(items := tuple(map(read, parts))):
+        return Group("U", items, text)
     if len(parts := _both_signs(_split(text, _SEPARATORS))) > 1:
         return _list([read(part) for part in parts], text)
     if len(parts := _split(text, _RATIO)) > 1:
         return Group(":", tuple(map(read, parts)), text)
     return None
+
+
+def _are_ranges(items: tuple[Answer, ...]) -> bool:
+    """Whether all are inequalities of one letter, so that one or the other holding is a union of intervals."""
+    texts = [_COMMAND.sub("", item.text) for item in items if isinstance(item, Relation) and "=" not in item.text]
+    return len(texts) == len(items) and len({letter for text in texts for letter in _LETTER.findall(text)}) == 1
 
 
 def _list(items: list[Answer], text: str) -> Group | Words:
@@ -220,7 +233,7 @@ def _relation(text: str) -> Answer | None:
         # An order: C > B > A is A < B < C.
         falls = set(_ORDERED.findall(text)) == {">"}
         return Words(squeezed("<".join(reversed(parts)) if falls else text))
-    return Relation(text) if _LETTER.search(re.sub(r"\\[A-Za-z]+", "", text)) else _words(text)
+    return Relation(text) if _LETTER.search(_COMMAND.sub("", text)) else _words(text)
 
 
 def _bracketed(text: str) -> Answer | None:

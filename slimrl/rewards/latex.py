@@ -43,6 +43,8 @@ _UPRIGHT = re.compile(
 """Letters, commands and functions in a typeface, which says nothing"""
 _COMMAND = re.compile(r"(?P<end>\\\\)|\\(?P<name>[A-Za-z]+) *(?=(?P<next>.?))", re.DOTALL)
 """The end of a line of a matrix, or a command with the character after it"""
+_PERCENT = re.compile(r"\\text ?\{ ?\\% ?\}|\\%")
+_REALS = re.compile(r"\\(?:mathbb ?R|R|Reals)(?![A-Za-z])|\\mathbb ?\{ ?R ?\}")
 _DEGREES = re.compile(r" ?(\^ ?(\{ ?\\circ ?\}|\\circ ?)|\\degree ?)")
 _OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
 _ARGUMENT = r"(\{[^{}]*\}|\d|[A-Za-z]|\\pi)"
@@ -59,7 +61,12 @@ def plain(answer: str) -> str:
     text = _without_surroundings(text)
     text = _THOUSANDS.sub("", _SIZES.sub("", text))
     text = _SPACES.sub(lambda space: "" if space[0] == r"\!" else " ", text)
-    text = text.replace(r"\%", "%").replace(">=", r"\ge ").replace("<=", r"\le ").replace("!=", r"\ne ")
+    text = (
+        _PERCENT.sub("%", _REALS.sub(r"\\mathbb{R}", text))
+        .replace(">=", r"\ge ")
+        .replace("<=", r"\le ")
+        .replace("!=", r"\ne ")
+    )
     text = _COMMAND.sub(_one_name, _UPRIGHT.sub(_unwrapped, text))
     text = _DEGREES.sub("°", text)
     text = _FRACTION.sub(_braced, _OVER.sub(r"\\frac{\1}{\2}", text))
