@@ -3,7 +3,8 @@
 Numbers are compared as numbers and letters of choices as letters (kinds.py). Other texts are compared in SQuAD's normal
 form (Rajpurkar et al., arXiv:1606.05250, evaluate-v1.1): lower case, without punctuation and the words a, an and the.
 Other than there, punctuation stays where it says something: the sign and point of a number, what is between two digits,
-and what ends a word such as C++ or C#; and an a after which nothing comes is a letter.
+and what ends a word such as C++ or C#; and an a after which nothing comes is a letter. Full-width characters and dashes
+are those of ASCII.
 
 The label is a text, a number, or a list of them, of which the best counts.
 """
@@ -30,6 +31,10 @@ _SAYS_SOMETHING = re.compile(
     re.VERBOSE,
 )
 _REMOVED = str.maketrans("", "", string.punctuation)
+_ASCII = dict(zip(range(0xFF01, 0xFF5F), range(0x21, 0x7F), strict=True)) | dict.fromkeys(
+    [*range(ord("\N{HYPHEN}"), ord("\N{EN DASH}") + 1), ord("\N{MINUS SIGN}")], "-"
+)
+"""Full-width characters of East Asian texts, and hyphens and dashes within words and between numbers"""
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _ARTICLES = re.compile(r"\b(a|an|the)\s+(?=\S)")
 
@@ -90,7 +95,7 @@ def same_words(answer: str, label: str) -> bool:
 def normal_form(text: str) -> str:
     """SQuAD's normal form, but for punctuation that says something. A text of which it would leave nothing is only in
     lower case."""
-    lowered = _THOUSANDS.sub("", text.lower().strip())
+    lowered = _THOUSANDS.sub("", text.translate(_ASCII).lower().strip())
     kept, begin = [], 0
     for found in _SAYS_SOMETHING.finditer(lowered):
         kept += [lowered[begin : found.start()].translate(_REMOVED), found[0]]

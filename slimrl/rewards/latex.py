@@ -19,8 +19,8 @@ _CHARACTERS = {
     "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{MULTIPLICATION SIGN}": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
     "÷": "/", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\N{UNION}": r"\cup ", "∩": r"\cap ",
     "∈": r"\in ", "∅": r"\emptyset ", "∞": r"\infty ", "√": r"\sqrt ", "π": r"\pi ", "θ": r"\theta ", "°": r"^\circ ",
-    "º": r"^\circ ", "≈": r"\approx ", "≡": r"\equiv ", "≅": r"\cong ", "∼": r"\sim ", "…": r"\ldots ",
-    "\N{NO-BREAK SPACE}": " ",
+    "º": r"^\circ ", "≈": r"\approx ", "≡": r"\equiv ", "≅": r"\cong ", "\N{TILDE OPERATOR}": r"\sim ", 
+    "…": r"\ldots ", "\N{NO-BREAK SPACE}": " ",
 }  # fmt: skip
 _AROUND = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`")]
 _THOUSANDS = re.compile(r"(?<=\d)(\{,\}|,\\!|\\,|\\ |~)(?=\d{3}(?!\d))", re.ASCII)
