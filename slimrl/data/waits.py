@@ -19,6 +19,8 @@ class Waits:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._number, self._since, self._seconds = 0, 0.0, 0.0
+        self.over = False
+        """Whether nobody waits for the call any more; its threads go on all the same"""
 
     def change(self, number: int) -> None:
         with self._lock:
@@ -52,6 +54,12 @@ def waiting() -> Iterator[None]:
         yield
     finally:
         waits.change(-1)
+
+
+def is_over() -> bool:
+    """Whether nobody waits for the call that this context belongs to, which then need not take its turn."""
+    waits = _WAITS.get()
+    return waits is not None and waits.over
 
 
 @contextmanager

@@ -18,11 +18,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, LifoQueue
 
-from slimrl.data.waits import waiting
+from slimrl.data.waits import is_over, waiting
 
 MAX_COMPARERS = 8
 """A comparison takes some hundredths of a second, so more are not needed."""
@@ -31,7 +32,7 @@ CPU_LIMIT_S = 5
 DEADLINE_S = 300.0
 """Wall-clock deadline of a process's start and of an answer; only a stuck process reaches it."""
 TURN_S = 1800.0
-"""How long an answer may wait for a process, of which none takes longer than DEADLINE_S."""
+"""How long an answer waits for a process while no other answer gets its result, which takes at most two DEADLINE_S."""
 MEMORY_BYTES = 256 * 1024**2
 """Address space that a process may add to what it has when it is ready. A comparison that needs more finds no equality.
 """
@@ -68,20 +69,21 @@ class Comparers:
         self._lock = threading.Lock()
         self._started: set[_Comparer] = set()
         self._closed = False
+        self._freed_at = time.monotonic()
 
     def equivalent(self, answer: str, label: str) -> bool:
         """Whether two answers are mathematically the same. May be called from many threads.
 
         Raises:
             OutOfCpuTime: the comparison exceeded its limit.
-            ComparerFailed: the comparison raised, the process ended otherwise or got stuck, or `close` was called.
+            ComparerFailed: the comparison raised, the process ended otherwise or got stuck, `close` was called, or
+                the call was cancelled while it waited for its turn.
         """
         with waiting():
-            try:
-                comparer = self._slots.get(timeout=TURN_S)
-            except Empty:
-                raise ComparerFailed(f"no process that compares answers was free within {TURN_S:g} s") from None
+            comparer = self._turn()
         try:
+            if is_over():
+                raise ComparerFailed("nobody waits for this answer any more")
             if comparer is None or not comparer.lives:
                 with waiting():
                     comparer = self._start()
@@ -91,6 +93,7 @@ class Comparers:
                 comparer.end()
             return same
         finally:
+            self._freed_at = time.monotonic()
             self._slots.put(comparer)
 
     @property
@@ -105,6 +108,14 @@ class Comparers:
             self._closed = True
             for comparer in self._started:
                 comparer.end()
+
+    def _turn(self) -> "_Comparer | None":
+        """A free process, or the place for one. However many answers wait, none is late while others get theirs."""
+        began = time.monotonic()
+        while (left_s := max(began, self._freed_at) + TURN_S - time.monotonic()) > 0:
+            with suppress(Empty):
+                return self._slots.get(timeout=left_s)
+        raise ComparerFailed(f"no process that compares answers was free within {TURN_S:g} s")
 
     def _start(self) -> "_Comparer":
         with self._lock:

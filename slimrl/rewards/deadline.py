@@ -33,6 +33,7 @@ async def within[T](call: Awaitable[T], timeout_s: float, problem: str) -> T:
     finally:
         # Does nothing to a call that has ended.
         running.cancel()
+        waits.over = True
     if done:
         return running.result()
     await asyncio.wait([running], timeout=END_S)

@@ -7,6 +7,8 @@ r"""The text of an answer without what only concerns its look: one spelling for 
 3. Commands for sizes go, and separators of thousands that are only that, as in `1{,}000` and `1\,000`.
 4. Spaces of any width are one space.
 5. Each command has one name: `\dfrac` is `\frac`, `\mbox` and `\textbf` are `\text`, `\varnothing` is `\emptyset`.
+   Letters and functions that are upright or bold are plain ones: `\mathrm{e}` is `e`, `\operatorname{arctan}` is
+   `\arctan`; but `\mathrm{m}` may be meters.
 6. Arguments have braces: `\frac12` is `\frac{1}{2}`.
 7. Names without backslash get it: `pi/2` is `\pi/2`, `sqrt(2)` is `\sqrt{2}`.
 """
@@ -19,7 +21,7 @@ _CHARACTERS = {
     "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{MULTIPLICATION SIGN}": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
     "÷": "/", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\N{UNION}": r"\cup ", "∩": r"\cap ",
     "∈": r"\in ", "∅": r"\emptyset ", "∞": r"\infty ", "√": r"\sqrt ", "π": r"\pi ", "θ": r"\theta ", "°": r"^\circ ",
-    "º": r"^\circ ", "≈": r"\approx ", "≡": r"\equiv ", "≅": r"\cong ", "\N{TILDE OPERATOR}": r"\sim ", 
+    "º": r"^\circ ", "≈": r"\approx ", "≡": r"\equiv ", "≅": r"\cong ", "\N{TILDE OPERATOR}": r"\sim ",
     "…": r"\ldots ", "\N{NO-BREAK SPACE}": " ",
 }  # fmt: skip
 _AROUND = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`")]

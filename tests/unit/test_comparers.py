@@ -1,11 +1,14 @@
 """How the processes that compare answers are started, asked, replaced and ended, with stand-ins for them."""
 
+import asyncio
 import io
 import json
 import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
@@ -264,3 +267,39 @@ def test_a_turn_that_never_comes_is_said(processes, monkeypatch):
     shared._slots.get()
     with pytest.raises(ComparerFailed, match=r"no process that compares answers was free within 0\.05 s"):
         shared.equivalent("a", "b")
+
+
+def test_a_turn_may_take_long_while_others_get_theirs(processes, monkeypatch):
+    monkeypatch.setattr(comparers, "TURN_S", 0.4)
+    processes.scripts += [[True] * 9]
+    shared = Comparers(max_processes=1)
+    reading = Process.answer
+    monkeypatch.setattr(Process, "answer", lambda self: time.sleep(0.2) or reading(self))
+    with ThreadPoolExecutor(9) as pool:
+        # The last of them waits for 1.6 s and more.
+        assert list(pool.map(lambda _: shared.equivalent("a", "b"), range(9))) == [True] * 9
+    shared.close()
+
+
+async def test_a_call_that_was_cancelled_takes_no_process_when_its_turn_comes(processes):
+    shared = Comparers(max_processes=1)
+    slot = shared._slots.get()
+    ended = threading.Event()
+
+    def ask(*_):
+        try:
+            return shared.equivalent("a", "b")
+        finally:
+            ended.set()
+
+    scored = asyncio.ensure_future(within(call_reward(ask, None, None), 9.0, "no reward"))
+    await asyncio.sleep(0.2)
+    scored.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scored
+    assert not ended.is_set()
+    shared._slots.put(slot)
+    assert await asyncio.to_thread(ended.wait, 9)
+    assert processes.started == []
+    # Its place is free for the next one.
+    assert shared._slots.get(timeout=9) is None

@@ -72,7 +72,7 @@ def test_a_label_of_which_the_normal_form_leaves_nothing_is_not_any_answer(label
         ("10:30", ["10:30", "10:30."], ["1030", "10.30"]),
         ("1998-1999", ["1998\N{EN DASH}1999", "1998\N{HYPHEN}1999"], ["19981999", "1998 1999"]),
         ("\N{MINUS SIGN}5", ["-5", "\N{EN DASH}5"], ["5"]),
-        ("ABC 1", ["ＡＢＣ　１", "abc 1"], ["ＡＢＤ　１"]),
+        ("ABC 1", ["ＡＢＣ　１", "abc 1"], ["ＡＢＤ　１"]),  # noqa: RUF001
         ("x2", ["X2"], ["x²"]),
         ("Vitamin A", ["vitamin a", "Vitamin A."], ["Vitamin", "Vitamin B"]),
         ("O-", ["O-", "o-"], ["O+", "O"]),
