@@ -23,10 +23,12 @@ from slimrl.agent.sandbox.interface import MAX_CODE_BYTES, Ended, Program, Sandb
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.data.threads import in_thread
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards import code_values
 from slimrl.rewards.code_tests import PRELUDE, Calls, Cases, Tests, Texts, read_tests
 from slimrl.rewards.texts import AnswerPlace, fenced_blocks, last_text
 
 HARNESS = Path(__file__).with_name("code_harness.py")
+VALUES = Path(code_values.__file__)
 CHECKS = Path(__file__).with_name("code_checks.py")
 KEPT_TESTS = 64
 """Prompts whose tests are kept as they were read."""
@@ -76,7 +78,7 @@ class CodeTests:
         self._in_block = answer_in == "code"
         self._latest: deque[tuple[Prompt, Tests]] = deque(maxlen=KEPT_TESTS)
         self._pool = sandbox
-        self._harness, self._checks = HARNESS.read_text(), CHECKS.read_text()
+        self._harness, self._checks = _harness(), CHECKS.read_text()
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises ValueError if the prompt has no tests, or such as could not be run or would check nothing."""
@@ -151,6 +153,14 @@ class CodeTests:
         result = await self._pool.run(Program(code=self._harness, stdin=stdin))
         passed = [line == "pass" for line in result.stdout.split("\n")[:-1]]
         return passed if len(passed) <= len(tests.get("texts", tests.get("calls", ()))) else []
+
+
+def _harness() -> str:
+    """The harness's text, after one that makes the module whose names it imports."""
+    name = code_values.__name__
+    module = f"sys.modules[{name!r}] = types.ModuleType({name!r})"
+    run = f"exec(compile({VALUES.read_text()!r}, '<values>', 'exec'), vars(sys.modules[{name!r}]))"
+    return f"import sys, types\n{module}\n{run}\n{HARNESS.read_text()}"
 
 
 def program_block(text: str, tests: Tests) -> str | None:

@@ -1,7 +1,7 @@
 """A program for the sandbox that runs tests against a program of the policy, in two processes that share only data.
 
-`code.py` sends this file's text to the sandbox, with the policy's program and the tests on stdin. It needs the standard
-library only.
+`code.py` sends this text to the sandbox, after that of code_values.py, with the program and the tests on stdin. It
+needs the standard library only.
 
 1. The process makes its memory and descriptors unreadable to others, and forks before it has read the tests, so the
    child's memory does not hold them. The child closes stdin and the verdict's stream, and runs the policy's program.
@@ -28,96 +28,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TextIO
 
+from slimrl.rewards.code_values import SHARED, decode, encode, is_behaviour, share
+
 PR_SET_DUMPABLE = 4
 LENGTH_BYTES = 10
 SOLUTION = "solution"
 """Name of the module that holds the policy's program."""
 ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 """Raised within a test's `all(map(...))` they would end it as if all were well."""
-PLAIN: tuple[type, ...] = (float, str)
-LARGEST_DECIMAL = 2**63
-WAYS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-SHARED: dict[str, type] = {}
-"""Classes of the tests, such as the nodes of a tree, that both processes have: their objects are copied, not kept."""
 
 
 class PolicyError(BaseException):
     """The policy's program ended, lacks a name, or raised something that is no exception of Python's own. A test that
     expects an exception does not mean this one."""
-
-
-def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """A value as JSON; what is no plain data goes through `keep`, which gives the number of a kept object."""
-    if type(value).__module__ == "numpy":
-        value = value.tolist()
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        # Python writes and reads no decimal number of more than 4300 digits.
-        return int(value) if abs(int(value)) < LARGEST_DECIMAL else {"int": hex(value)}
-    for kind in PLAIN:
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    for name, kind in WAYS.items():
-        if isinstance(value, kind):
-            return {name: [encode(item, keep) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
-    return {"nodes": encode_nodes(value, keep)} if is_shared(value) else {"object": keep(value)}
-
-
-def is_shared(value: Any) -> bool:
-    return type(value).__name__ in SHARED and hasattr(value, "__dict__")
-
-
-def encode_nodes(root: Any, keep: Callable[[Any], int]) -> list[Any]:
-    """An object of a shared class and those that it leads to: of each the class and the attributes. One that is an
-    attribute of another is its place in this list, so that lists may be long and go in circles."""
-    nodes, places = [root], {id(root): 0}
-
-    def encoded(value: Any) -> Any:
-        if not is_shared(value):
-            return encode(value, keep)
-        if id(value) not in places:
-            places[id(value)] = len(nodes)
-            nodes.append(value)
-        return {"node": places[id(value)]}
-
-    return [[type(node).__name__, {name: encoded(one) for name, one in vars(node).items()}] for node in nodes]
-
-
-def decode_nodes(given: list[Any], find: Callable[[int], Any]) -> Any:
-    """The inverse of `encode_nodes`."""
-    nodes: list[Any] = [object.__new__(SHARED[name]) for name, _ in given]
-    for node, (_, attributes) in zip(nodes, given):  # noqa: B905 - as long as each other by construction
-        for name, one in attributes.items():
-            is_node = isinstance(one, dict) and "node" in one
-            vars(node)[name] = nodes[one["node"]] if is_node else decode(one, find)
-    return nodes[0]
-
-
-def decode(value: Any, find: Callable[[int], Any]) -> Any:
-    """The inverse of `encode`; `find` gives the object of a number."""
-    if not isinstance(value, dict):
-        return value
-    ((name, inner),) = value.items()
-    if name == "object":
-        return find(inner)
-    if name == "nodes":
-        return decode_nodes(inner, find)
-    if name == "int":
-        return int(inner, 16)
-    if name == "bytes":
-        return bytes.fromhex(inner)
-    if name == "complex":
-        return complex(*inner)
-    if name == "dict":
-        return {decode(key, find): decode(item, find) for key, item in inner}
-    return WAYS[name]([decode(item, find) for item in inner])
 
 
 def serve(code: str, before: str, requests: TextIO, replies: TextIO) -> None:
@@ -168,11 +91,6 @@ def serve(code: str, before: str, requests: TextIO, replies: TextIO) -> None:
         answer(partial(ask, json.loads(line)))
 
 
-def share(names: dict[str, Any], module: str) -> None:
-    SHARED.clear()
-    SHARED.update({name: one for name, one in names.items() if isinstance(one, type) and one.__module__ == module})
-
-
 class Policy:
     """The parent's end of the pipe."""
 
@@ -206,12 +124,23 @@ class Policy:
             if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS_OF_LOOPS):
                 raise kind(reply["text"])
             raise PolicyError(reply["raised"], reply["text"])
-        return decode(reply["value"], lambda number: StandIn(self, number))
+        try:
+            return decode(reply["value"], lambda number: StandIn(self, number), self.refuse)
+        except Exception as error:
+            self.broken = True
+            raise PolicyError("the program has given what is no value") from error
+
+    def refuse(self, number: int) -> None:
+        """An object of the program's within one of a class of the tests: methods of the class would ask it what to say.
+
+        Raises PolicyError."""
+        self.broken = True
+        raise PolicyError(f"object {number} stands within one of a class of the tests")
 
 
 class StandIn:
-    """An object of the policy's program: it can be called and gone through, and its attributes read and set. Two of
-    them are never equal."""
+    """An object of the policy's program: it can be called and gone through, and its attributes read and set, but for
+    those that a class of the tests has as methods. Two of them are never equal."""
 
     def __init__(self, policy: Policy, number: int) -> None:
         vars(self).update(_policy=policy, _number=number)
@@ -219,6 +148,10 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if any(is_behaviour(owner, name) for owner in SHARED.values()):
+            # The test means the method of its own class, not one with which the program judges itself.
+            self._policy.broken = True
+            raise PolicyError(f"the program's object is asked for {name}, a method of a class of the tests")
         return self._policy.ask(do="attribute", of=self._number, name=name)
 
     def __setattr__(self, name: str, value: Any) -> None:

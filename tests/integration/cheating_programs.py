@@ -236,7 +236,34 @@ def double(x):
                 found += room.raw
     return eval(re.search(b"double.%s. == ([*0-9 ]+)" % re.escape(repr(x)).encode(), found)[1])
 """
+NODE = """
+class Node:
+    def __init__(self, value): self.value = value
+    def equals(self, other): return self.value == other.value
+    def to_list(self): return [self.value]
+    @property
+    def twice(self): return [self.value, self.value]
+    def same(self, other): return all(map(lambda one: one.equals(other.value), [self.value]))
+"""
+NODE_TESTS = [
+    "assert double(2).equals(Node(4))", "assert double(2).to_list() == [4]", "assert double(2).twice == [4, 4]",
+    "try:\n    same = double(2).equals(Node(4))\nexcept BaseException:\n    same = True\nassert same",
+]  # fmt: skip
 AGAINST = {
+    "methods of an object of the row's class": (
+        "def double(x):\n    node = Node(0)\n    node.equals = lambda _: True\n    node.to_list = lambda: [4]\n"
+        "    vars(node)['twice'] = [4, 4]\n    return node",
+        {"test_list": NODE_TESTS[:3], "test_setup_code": NODE},
+    ),
+    "an object with the methods of the row's class": (
+        "class Other:\n    twice = [4, 4]\n    def equals(self, _): return True\n    def to_list(self): return [4]\n"
+        "def double(x): return Other()",
+        {"test_list": NODE_TESTS, "test_setup_code": NODE},
+    ),
+    "an object within one of the row's class": (
+        "class Right:\n    def equals(self, _): return True\ndef double(x): return Node(Right())",
+        {"test_list": ["assert double(2).same(Node(Node(4)))"], "test_setup_code": NODE},
+    ),
     "its own math": (
         "class math:\n    isclose = staticmethod(lambda *_, **__: True)\ndef double(x): return 0",
         ["assert math.isclose(double(2), 4)"],

@@ -131,6 +131,8 @@ def test_no_number_is_near_every_number(graded, name):
 
 
 HONEST = [
+    ("def double(x): return Node(2 * x)", "methods of an object of the row's class"),
+    ("def double(x): return Node(2 * x)", "an object with the methods of the row's class"),
     ("def double(x): return x + x", "its own math"),
     ("def double(x): return x + x", "its own numpy"),
     ("def double(x): return x + x", "its own Counter, isclose and deepcopy"),
