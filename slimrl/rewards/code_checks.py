@@ -16,6 +16,7 @@ import symtable
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 SOLUTION = "solution"
 """Name of the module that holds the policy's program."""
@@ -37,6 +38,13 @@ HELPERS = {
 """Names that tests use as helpers: Python's wherever the program has something else to give."""
 AMBIGUOUS = ("collections", "math", "itertools", "functools", "heapq", "bisect", "copy", "statistics", "datetime")
 """Modules whose other names (gcd, product, mean) may be Python's or what the program is asked for."""
+BEGUN = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+    "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
+)  # fmt: skip
+"""Modules of which programs that are called by name need not import `*`"""
+STARRED = (*BEGUN, "cmath", "dataclasses", "decimal", "enum", "fractions", "os", "os.path", "time", "unittest")
+"""Modules of which tests and their setup may import `*`"""
 _IMPLICIT = {*dir(builtins), "__file__", "__annotations__"}
 
 type Definition = ast.FunctionDef | ast.ClassDef
@@ -265,17 +273,19 @@ def _scope(text: str, nodes: Sequence[ast.AST]) -> tuple[set[str], set[str]]:
 
 
 def _star_imported(node: ast.AST) -> Iterable[str]:
-    if isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*":
-        return _public(node.module)
-    return []
-
-
-def _public(module: str) -> Iterable[str]:
-    """The names that `from module import *` gives; none of a module that is not Python's own."""
-    if module.partition(".")[0] not in sys.stdlib_module_names:
+    if not isinstance(node, ast.ImportFrom) or node.names[0].name != "*" or node.module == SOLUTION:
         return []
+    if node.module not in STARRED:
+        known = f"known are those of {_list({*STARRED, SOLUTION})}"
+        raise ValueError(f"line {node.lineno}: import the names of {node.module} one by one; of `import *` {known}")
+    return _public(node.module)
+
+
+@cache
+def _public(module: str) -> frozenset[str]:
+    """The names that `from module import *` gives, of a module of STARRED: a label cannot name what is imported here."""
     loaded = importlib.import_module(module)
-    return getattr(loaded, "__all__", [name for name in vars(loaded) if not name.startswith("_")])
+    return frozenset(getattr(loaded, "__all__", [name for name in vars(loaded) if not name.startswith("_")]))
 
 
 def _imported_from_solution(node: ast.AST) -> Iterable[str]:

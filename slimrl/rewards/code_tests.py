@@ -24,17 +24,11 @@ from typing import Any
 
 from slimrl.data.strict_json import strict_json
 from slimrl.data.trajectory import Prompt
-from slimrl.rewards.code_checks import Code, Sources, check_test, parsed, sources, without
+from slimrl.rewards.code_checks import BEGUN, Code, Sources, check_test, parsed, sources, without
 
 MAX_UNPACKED_BYTES = 256 * 1024**2
 """Of LiveCodeBench's compressed tests."""
-PRELUDE = "".join(
-    f"from {module} import *\nimport {module}\n"
-    for module in (
-        "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
-        "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
-    )
-)  # fmt: skip
+PRELUDE = "".join(f"from {module} import *\nimport {module}\n" for module in BEGUN)
 """What programs that are called by name need not import: the begun programs of LeetCode, APPS and TACO count on it."""
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 _BEGINNING = (*_DEFINING, ast.Assign, ast.AnnAssign)

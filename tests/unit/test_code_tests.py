@@ -4,6 +4,7 @@
 import base64
 import json
 import pickle
+import sys
 import zlib
 from pathlib import Path
 
@@ -96,6 +97,17 @@ def test_what_stands_beside_the_tests_is_found_in_the_metadata():
 def test_names_of_python_come_from_python_and_others_from_the_program(tests, python, program):
     found = sources([Code(test) for test in tests], Code(""))
     assert (found.python, set(found.program)) == (python, program)
+
+
+def test_a_label_names_no_module_that_is_imported_where_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    (tmp_path / "this.py").write_text("open(__file__ + '.ran', 'w')")
+    for module in ("this", "os.nothing", "numpy"):
+        with pytest.raises(ValueError, match=rf"^label: line 1: import the names of {module} one by one; of `import \*`"):
+            read([f"from {module} import *\nassert f(1) == 2"])
+    assert [one.name for one in tmp_path.iterdir()] == ["this.py"]
+    assert read(["from os.path import *\nassert f(1) == join('a')"]).names.program == {"f"}
 
 
 @pytest.mark.parametrize(
