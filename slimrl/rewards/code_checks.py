@@ -14,6 +14,7 @@ import builtins
 import importlib
 import symtable
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -92,7 +93,9 @@ def check_test(test: Code, setup: Code) -> None:
 def parsed(text: str) -> ast.Module:
     """Raises ValueError for what is no Python."""
     try:
-        return ast.parse(text)
+        with warnings.catch_warnings(action="ignore"):
+            compile(text, "<test>", "exec", dont_inherit=True)  # finds what the parser lets pass, and runs nothing
+            return ast.parse(text)
     except SyntaxError as error:
         hint = "; a doctest has to be written with assert" if text.lstrip().startswith(">>>") else ""
         raise ValueError(f"line {error.lineno}: is no Python: {error.msg}{hint}") from error
@@ -258,8 +261,9 @@ def _scope(text: str, nodes: Sequence[ast.AST]) -> tuple[set[str], set[str]]:
     """The names that code uses as global ones, and those that it defines."""
     used: set[str] = set()
     defined = {"__name__", *(name for node in nodes for name in _star_imported(node))}
-    tables = [symtable.symtable(text, "<test>", "exec")]
-    top = tables[0]
+    with warnings.catch_warnings(action="ignore"):
+        top = symtable.symtable(text, "<test>", "exec")
+    tables = [top]
     while tables:
         table = tables.pop()
         tables += table.get_children()
@@ -283,7 +287,7 @@ def _star_imported(node: ast.AST) -> Iterable[str]:
 
 @cache
 def _public(module: str) -> frozenset[str]:
-    """The names that `from module import *` gives, of a module of STARRED: a label cannot name what is imported here."""
+    """The names that `from module import *` gives, of a module of STARRED: no label chooses what is imported."""
     loaded = importlib.import_module(module)
     return frozenset(getattr(loaded, "__all__", [name for name in vars(loaded) if not name.startswith("_")]))
 

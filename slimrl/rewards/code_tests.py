@@ -154,9 +154,9 @@ def _of_cases(where: str, cases: Sequence[Any], row: Mapping[str, Any]) -> Tests
     for number, case in enumerate(cases):
         if not isinstance(case, dict) or not {"input", "output", "testtype"} <= case.keys():
             raise ValueError(f"{where}[{number}]: must be an object with input, output and testtype")
-        kinds.add(case["testtype"])
+        kinds.add(str(case["testtype"]))
     if len(kinds) != 1 or not kinds <= {"stdin", "functional"}:
-        raise ValueError(f"{where}: testtype must be stdin in all cases, or functional: {_shown([*map(str, kinds)])}")
+        raise ValueError(f"{where}: testtype must be stdin in all cases, or functional: {_shown(sorted(kinds))}")
     function = ""
     if kinds == {"functional"}:
         inner = cases[0].get("metadata")
@@ -240,12 +240,17 @@ def _of_texts(where: str, texts: Sequence[Any], row: Mapping[str, Any]) -> Texts
     imports = _each("test_imports", _as_list("test_imports", row.get("test_imports") or []), _lines)
     setup = "\n".join([*imports, _lines("test_setup_code", row.get("test_setup_code") or "")]).replace("\r\n", "\n")
     entry = row.get("entry_point") or ""
+    if not isinstance(entry, str):
+        raise ValueError(f"entry_point: must be a text, not {_shown(entry)}")
     before = _code(setup, _DEFINING) if "class " in setup else ""
     if entry:
         _check_entry(entry)
         prompt = without(_code(row["prompt"], _BEGINNING), _root(entry))
         before, setup = PRELUDE + prompt, f"{prompt}\n{setup}"
-    begun = Code(setup)
+    try:
+        begun = Code(setup)
+    except ValueError as error:
+        raise ValueError(f"the code before the tests: {error}") from error
     found: list[Code] = []
     for number, text in enumerate(texts):
         place = where if len(texts) == 1 else f"{where}[{number}]"
@@ -269,7 +274,7 @@ def _with_call(test: Code, entry: str) -> Code:
     return test if called else Code(f"{test.text}\n\ncheck({entry})\n")
 
 
-def _check_entry(entry: Any) -> None:
+def _check_entry(entry: str) -> None:
     try:
         parsed(f"({entry})")
         known = _root(entry).isidentifier()
@@ -291,7 +296,10 @@ def _code(text: Any, kept: tuple[type[ast.stmt], ...]) -> str:
     except (ValueError, TypeError):
         return ""
     tree.body = [node for node in tree.body if isinstance(node, kept)]
-    return ast.unparse(tree)
+    try:
+        return ast.unparse(tree)
+    except RecursionError as error:
+        raise ValueError("the code before the tests: is nested too deeply") from error
 
 
 def _shown(value: Any) -> str:

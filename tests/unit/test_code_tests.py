@@ -104,7 +104,9 @@ def test_a_label_names_no_module_that_is_imported_where_it_is_read(tmp_path, mon
     monkeypatch.delitem(sys.modules, "this", raising=False)
     (tmp_path / "this.py").write_text("open(__file__ + '.ran', 'w')")
     for module in ("this", "os.nothing", "numpy"):
-        with pytest.raises(ValueError, match=rf"^label: line 1: import the names of {module} one by one; of `import \*`"):
+        with pytest.raises(
+            ValueError, match=rf"^label: line 1: import the names of {module} one by one; of `import \*`"
+        ):
             read([f"from {module} import *\nassert f(1) == 2"])
     assert [one.name for one in tmp_path.iterdir()] == ["this.py"]
     assert read(["from os.path import *\nassert f(1) == join('a')"]).names.program == {"f"}
@@ -144,6 +146,15 @@ def test_a_label_names_no_module_that_is_imported_where_it_is_read(tmp_path, mon
         ("6", "label: line 1: has an expression and no assert"),
         ('"6"', "label: line 1: has an expression and no assert"),
         (6, "label: has no tests: 6"),
+        ("nonlocal x\nassert f(1) == 2", "label: line 1: is no Python: nonlocal declaration not allowed at module level"),
+        ("assert [x := 1 for x in f(1)]", "label: line 1: is no Python: assignment expression cannot rebind"),
+        ("def g(a, a):\n    pass\nassert f(1) == 2", "label: line 1: is no Python: duplicate argument"),
+        ("assert f(1) == 2\nreturn", "label: line 2: is no Python: 'return' outside function"),
+        ({"test": CHECK, "entry_point": 5}, "^entry_point: must be a text, not 5"),
+        ({"test": CHECK, "entry_point": ["f"]}, "^entry_point: must be a text, not "),
+        ([{"input": "1", "output": "2", "testtype": ["stdin"]}], "testtype must be stdin in all cases, or functional"),
+        ({"test_list": ["assert f(1)"], "test_setup_code": "import ("}, "^the code before the tests: line 1: is no Python"),
+        ({"test": CHECK, "entry_point": "f", "prompt": f"x = {'1 + ' * 600}1"}, "^the code before the tests: is nested"),
         ("assert f(1) == 2\n  assert f(2)", "label: line 2: is no Python: unexpected indent"),
         ("import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_f(x):\n    assert f(x)", "line 3: test_f takes arguments; fixtures and parameters"),
         ("class TestF:\n    def test_f(self, capsys):\n        assert f(1)", "line 2: test_f takes arguments"),
@@ -156,6 +167,11 @@ def test_a_label_names_no_module_that_is_imported_where_it_is_read(tmp_path, mon
 def test_tests_that_check_nothing_or_mean_nothing_known_are_refused(label, problem):
     with pytest.raises(ValueError, match=problem):
         read(label)
+
+
+@pytest.mark.filterwarnings("error")
+def test_code_that_python_warns_of_is_read_without_a_word():
+    assert read(["assert f(1) is 2", "assert f('\\d') == 2"]).names.program == {"f"}
 
 
 @pytest.mark.parametrize(
