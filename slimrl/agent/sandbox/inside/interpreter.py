@@ -77,6 +77,8 @@ def warm(packages: list[str]) -> None:
         del sys.modules[name]
     sys.path.remove("/sandbox")
     sys.argv[:] = [""]
+    # Python's module site, which does not run here, gives programs these two.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
