@@ -49,9 +49,14 @@ def said_parts(message: dict[str, Any], *, thinking: bool = True) -> list[Part]:
         if values := tuple(_values(read_arguments(call))):
             parts.append(Part(name=f"the arguments of tool_calls[{number}]", values=values))
     for key, meant in _SAME_AS.items():
-        if values := tuple(_values(message.get(key) or "")):
+        if not _repeats(message, key) and (values := tuple(_values(message.get(key) or ""))):
             parts.append(Part(name=f"`{key}`, which is `{meant}` in slimrl", values=values))
     return parts
+
+
+def _repeats(message: dict[str, Any], key: str) -> bool:
+    """Whether a key says nothing but what the one does that slimrl reads: some servers send both."""
+    return key in _SAME_AS and message.get(key) == message.get(_SAME_AS[key])
 
 
 def thinking_and_words(message: dict[str, Any]) -> tuple[str, str]:
@@ -86,9 +91,13 @@ def with_marker_words(messages: Messages) -> list[dict[str, Any]]:
 def _marked(message: dict[str, Any], place: str, calls: dict[str, str], names: dict[str, str]) -> dict[str, Any]:
     """A message with marker words; `calls` and `names` take its calls' ids and tools to those in their place."""
     # Other keys may differ from line to line, such as a date, so that no two lines had the same shape.
-    changed = {key: value for key, value in message.items() if key in _KEYS or isinstance(value, bool)}
+    changed = {
+        key: value
+        for key, value in message.items()
+        if (key in _KEYS and not _repeats(message, key)) or isinstance(value, bool)
+    }
     for key in ("reasoning_content", *_SAME_AS):
-        if message.get(key):
+        if changed.get(key):
             changed[key] = f"{key}{place}"
     thought, words = thinking_and_words({**message, "reasoning_content": None})
     if message.get("content"):

@@ -176,6 +176,14 @@ def test_an_example_of_which_the_template_leaves_something_out_is_refused_with_i
     learned(chat_of(template()), [message for message in row if not {"reasoning", "function_call"} & set(message)])
 
 
+@pytest.mark.parametrize("key", ["reasoning", "thinking"])
+def test_thinking_that_a_server_gives_under_two_names_is_learned_once(key):
+    said = learned(chat_of(template()), [USER, {**THOUGHTFUL, key: THOUGHTFUL["reasoning_content"]}])
+    assert said == "<think>Twelve times 34.</think>\\boxed{408}<|im_end|>"
+    with pytest.raises(ValueError, match=f"leaves out `{key}`, which is `reasoning_content` in slimrl"):
+        learned(chat_of(template()), [USER, {**THOUGHTFUL, key: "Thirty-four times twelve."}])
+
+
 @pytest.mark.parametrize("case", [case for case in LOSSES if "messages" in LOSSES[case][2][:9]])
 def test_a_prompt_is_refused_for_the_same_but_for_earlier_thinking_which_serving_drops_too(case):
     changed, row, _ = LOSSES[case]
