@@ -33,6 +33,8 @@ PROBE_TOOL: dict[str, Any] = {
 }
 """For what a template does with tools: some have another template for conversations with tools."""
 
+NO_ARGUMENTS = "{}"
+
 _KEY, _VALUE = "probe_key", "probe_value"
 _GIVEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 """Variables and options that are not the recipe's"""
@@ -181,6 +183,7 @@ class ChatTemplate:
         if self._takes_calls[0]:
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = arguments or NO_ARGUMENTS
         elif isinstance(arguments, str):
             arguments = read_arguments(call)
         return {"type": "function", **call, "function": {**call["function"], "arguments": arguments}}
@@ -204,12 +207,16 @@ class ChatTemplate:
 
 
 def read_arguments(call: dict[str, Any]) -> Any:
-    """A call's arguments as a value, whichever way they are given; raises ValueError if they are text and no JSON."""
+    """A call's arguments as a value, whichever way they are given; an empty text has none.
+
+    Raises:
+        ValueError: they are another text than JSON.
+    """
     arguments = call["function"]["arguments"]
     if not isinstance(arguments, str):
         return arguments
     try:
-        return strict_json(arguments, finite=False)
+        return strict_json(arguments or NO_ARGUMENTS, finite=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"arguments of {call['function']['name']} are no JSON: {error}") from error
 

@@ -227,6 +227,13 @@ def test_what_a_template_only_respells_is_not_lost(case, arguments):
     assert "calculator" in learned(chat_of(template(**RESPELLED[case])), row, [CHATTY])
 
 
+@pytest.mark.parametrize("case", ["indented", "arguments as text (DeepSeek)"])
+def test_arguments_of_an_empty_text_are_none(case):
+    """As streaming clients write a call without arguments."""
+    chat = chat_of(template(**RESPELLED[case]))
+    assert learned(chat, [USER, calling(""), RESULT, ANSWER]) == learned(chat, [USER, calling({}), RESULT, ANSWER])
+
+
 SPLITS = (
     "{% set said = m.content.split('</think>') %}{% if said | length > 1 %}<think>\n{{ said[0].split('<think>')[-1] "
     "| trim }}\n</think>\n\n{% endif %}{{ said[-1] | trim }}"

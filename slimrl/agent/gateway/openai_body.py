@@ -4,7 +4,7 @@ from typing import Any
 
 from slimrl.agent.gateway.body import Loose, Object
 from slimrl.agent.gateway.errors import refused
-from slimrl.data.strict_json import strict_json
+from slimrl.chat.template import read_arguments
 
 
 class Called(Loose):
@@ -14,9 +14,9 @@ class Called(Loose):
     def parsed(self, where: str) -> Any:
         """The arguments; raises ApiError if they are no JSON."""
         try:
-            return strict_json(self.arguments or "{}", finite=False)
-        except (ValueError, RecursionError) as error:
-            raise refused(f"{where}: the arguments of {self.name} are no JSON: {error}") from error
+            return read_arguments({"function": {"name": self.name, "arguments": self.arguments}})
+        except ValueError as error:
+            raise refused(f"{where}: the {error}") from error
 
 
 class Function(Object):
