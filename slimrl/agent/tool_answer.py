@@ -11,7 +11,7 @@ from typing import Any
 
 import pydantic
 
-SAID = "A tool returns a text, or what JSON can say: None, true, false, numbers, lists and dicts of such."
+SAID = "A tool returns a text, or what JSON can say: None, true, false, finite numbers, lists and dicts of such."
 AS_TEXT = (decimal.Decimal, PurePath, uuid.UUID)
 
 
@@ -22,12 +22,12 @@ def answer_text(value: Any) -> str:
     lists and texts that they stand for.
 
     Raises:
-        ValueError: it is neither text nor JSON, such as bytes.
+        ValueError: it is neither text nor JSON, such as bytes or NaN.
     """
     if isinstance(value, str):
         return str.__str__(value)  # of an enumeration of texts its value
     try:
-        return json.dumps(value, ensure_ascii=False, default=_plain)
+        return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
     except RecursionError as error:
         raise ValueError(f"returned {type(value).__name__} that is nested too deep. {SAID}") from error
     except (TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ import decimal
 import enum
 import functools
 import json
+import math
 import operator
 import random
 import re
@@ -222,6 +223,9 @@ LOOP.append(LOOP)
         ({(1, 2): 3}, "returned dict: keys must be str"),
         (LOOP, "returned list: Circular reference"),
         (functools.reduce(lambda inner, _: [inner], range(100_000), []), "returned list that is nested too deep"),
+        (math.nan, "returned float: Out of range float values are not JSON compliant"),
+        ({"a": [-math.inf]}, "returned dict: Out of range float values are not JSON compliant"),
+        (np.array([math.inf]), "returned ndarray: Out of range float values are not JSON compliant"),
         ((n for n in range(3)), "returned generator: generator is neither"),
     ],
 )
