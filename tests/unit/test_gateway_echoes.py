@@ -110,6 +110,10 @@ async def test_words_behind_a_stop_text_are_told_and_not_trained(added: str):
     trajectory, _ = await asked(engine, act)
     assert [tokens for tokens, _ in trained(trajectory)] == [encode(CODE.rstrip() + END) * 3]
     assert_every_sample_is_trained_once(trajectory, engine)
+    said = [message["content"] for message in trajectory.messages if message["role"] == "assistant"]
+    behind = END + added if added else ""
+    assert said == [CODE.strip() + behind] * 2 + [CODE.strip()]
+    assert len(said) == trajectory.num_turns
     text = TOKENIZER.apply_chat_template(seen[0][:-2], tokenize=False, add_generation_prompt=True)
     assert decode(engine.requests[2].input_ids) == text.replace("<|im_end|>x", "< |im_end|>x")
 

@@ -99,11 +99,13 @@ def test_its_rewards_of_turns_are_one_for_each(clock: ModuleType):
         messages=[
             {"role": "system", "content": "s"},
             *asked,
+            {"role": "assistant", "content": "an answer that an agent shows the policy"},
+            *asked,
             {"role": "assistant", "content": None, "tool_calls": [{}]},
             {"role": "tool", "content": "580"},
             {"role": "assistant", "content": "205"},
         ],
-        metadata={"num_turns": 3},
+        metadata={"num_turns": 3, "num_prompt_messages": 4},
     )
     scored = clock.reward_by_turn(trajectory, Prompt(prompt_id="g", messages=asked, label=205))
     assert (scored.reward, scored.turn_rewards) == ({"answer": 1.0, "brevity": 0.1}, [0.1, 0.0, 0.0])

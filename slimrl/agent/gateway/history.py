@@ -65,8 +65,19 @@ class SampledTurn:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation up to the end of the turn."""
-        return [message for turn in self.path for message in (*turn.told_messages, turn.said.message)]
+        """The conversation up to the end of the turn, with a message for each of the policy's turns.
+
+        What a client wrote behind a stop text stands in the message of the turn that the text ended.
+        """
+        messages = list[Message]()
+        for turn in self.path:
+            told = list(turn.told_messages)
+            if turn.parent is not None and told and told[0]["role"] == "assistant":
+                ended, behind = messages.pop(), told.pop(0)
+                content = f"{ended['content']}{turn.parent.stop_text}{behind['content']}"
+                messages.append({**ended, "content": content})
+            messages += [*told, turn.said.message]
+        return messages
 
     @property
     def num_calls(self) -> int:
