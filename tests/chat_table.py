@@ -166,7 +166,13 @@ def _examples(key: str, trajectory, turns: str) -> str:
         chat.template.decode([token for token, bit in zip(tokens, mask, strict=True) if bit])
         for tokens, mask in sequences
     )
-    return "learned whole" if learned == turns else "learned as the template writes them"
+    if learned != turns:
+        return "learned as the template writes them"
+    try:
+        chat.training_sequences([_USER, {"role": "assistant", "content": "It is 6."}], None)
+    except ValueError:
+        return "only turns with thinking"
+    return "learned whole"
 
 
 if __name__ == "__main__":
