@@ -42,6 +42,7 @@ def toy(
     experts_per_token: Annotated[int, count("Experts to which a token goes.")] = ToySize.experts_per_token,
     moe_intermediate: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = ToySize.moe_intermediate,
     mtp_layers: Annotated[int, typer.Option(min=0, help="Layers for multi-token prediction.")] = ToySize.mtp_layers,
+    max_position: Annotated[int, count("Longest context in tokens.")] = ToySize.max_position,
     text: Annotated[Path | None, typer.Option(help="File of a task whose words become tokens.")] = None,
 ) -> None:
     """Write a small random checkpoint with tokenizer and chat template."""
@@ -55,6 +56,7 @@ def toy(
         experts_per_token=experts_per_token,
         moe_intermediate=moe_intermediate,
         mtp_layers=mtp_layers,
+        max_position=max_position,
     )
     with exit_codes():
         toy_config(family, size)  # refuses what it cannot build, before the seconds of the import

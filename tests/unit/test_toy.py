@@ -1,5 +1,6 @@
 """Toy checkpoints: what transformers loads, the same for the same seed, complete or absent."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -99,3 +100,18 @@ def test_the_command_refuses_with_exit_code_2(tmp_path):
         assert message in result.output
     assert runner.invoke(app, ["toy", "gpt2", str(tmp_path / "x")]).exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+
+
+def test_the_longest_context_is_an_option(tmp_path):
+    runner = CliRunner()
+    small = ("--layers", "1", "--hidden", "8", "--head-dim", "4", "--moe-intermediate", "8")
+    for family, words, longest in (("qwen3_moe", (), 1024), ("deepseek_v3", ("--max-position", "65536"), 65536)):
+        out = tmp_path / family
+        result = runner.invoke(app, ["toy", family, str(out), *small, *words])
+        assert result.exit_code == 0, result.output
+        config = json.loads((out / "config.json").read_text())
+        assert config["max_position_embeddings"] == longest
+    assert config["rope_scaling"]["original_max_position_embeddings"] == 65536 // 4
+    odd = runner.invoke(app, ["toy", "deepseek_v3", str(tmp_path / "odd"), "--max-position", "6"])
+    assert odd.exit_code == 2
+    assert "--max-position 6: deepseek_v3 extends a quarter of it" in odd.output
