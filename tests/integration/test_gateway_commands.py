@@ -18,15 +18,18 @@ from gateway_agents import (
     assert_every_sample_is_trained_once,
     encode,
     play,
+    runner_of,
     trained,
 )
 
 from slimrl.agent.gateway.command_agent import CommandAgent
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.trajectory import Status, Trajectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "calculator_agent.py"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+SCRIPT = EXAMPLES / "calculator_agent.py"
 
 
 def python(code: str) -> CommandAgent:
@@ -175,3 +178,28 @@ async def test_a_command_for_which_no_file_is_left_fails_alone(monkeypatch: pyte
     trajectory, _ = await run(python(""))
     assert trajectory.status is Status.failed
     assert "Too many open files" in trajectory.metadata["error"]
+
+
+@pytest.mark.parametrize(("sign", "reward"), [("+", 1.0), ("*", 0.0)])
+async def test_the_example_of_a_repository_writes_it_and_posts_whether_it_passes(sign: str, reward: float):
+    code = ASK + (
+        "assert sys.stdin.read() == ''\n"
+        "assert sorted(os.listdir()) == ['calc.py', 'tests'] and os.listdir('tests') == ['note.txt']\n"
+        "said = ask(sys.argv[1] + open('calc.py').read())['choices'][0]['message']['content']\n"
+        "open('calc.py', 'w').write(said)\n"
+    )
+    files = {"calc.py": "def add(a, b):\n    return a - b\n", "tests/note.txt": "None yet.\n"}
+    task = {"files": files, "check": "from calc import add\nassert add(2, 3) == 5\n"}
+    prompt = replace(PROMPT, metadata=task)
+    words = [sys.executable, str(EXAMPLES / "repository_agent.py"), sys.executable, "-c", code, "PROMPT"]
+    engine = ScriptedEngine([f"def add(a, b): return a {sign} b<|im_end|>"])
+    runner = runner_of(engine, CommandAgent(words=words, host="127.0.0.1"), trajectory_timeout_s=60.0)
+    await runner.start()
+    try:
+        sampling = SamplingConfig(max_new_tokens=64)
+        trajectory = await runner.run(prompt, trajectory_id="t:1", sampling=sampling, seed=11)
+    finally:
+        await runner.stop()
+    assert trajectory.status is Status.completed, trajectory.metadata
+    assert trajectory.scratch["posted_reward"] == reward
+    assert trajectory.messages[0]["content"] == PROMPT.messages[0]["content"] + files["calc.py"]
