@@ -3,7 +3,8 @@ r"""What kind of thing an answer is, and what it says, exactly.
 `read` tries the kinds in this order. docs/rewards.md has a table of them with examples.
 
 1. A choice: `A`, `(A)`, `\text{Option A}`, `(A) 12`.
-2. Several answers: a union of intervals (`x < 1 or x > 2` is one), a list (`1, 2`; `1 or 2`; `x=1, x=2`; `\pm 2`), a ratio.
+2. Several answers: a union of intervals (`x < 1 or x > 2` is one), a list (`1, 2`; `1 or 2`; `x=1, x=2`; `\pm 2`), a
+   ratio.
 3. A number, digits in a base, the empty set.
 4. An equation whose left side is a name, such as `x = 4`; other equations and inequalities. Approximations and
    congruences are words: each of their sides could be right alone.
@@ -12,8 +13,8 @@ r"""What kind of thing an answer is, and what it says, exactly.
 7. Words, of which the letters and their order count.
 8. What is left is an expression, whose value only symbolic comparison can tell.
 
-An answer is read as one thing alone. It can be right for two labels that differ only where docs/rewards.md says so: a unit
-that one side leaves out, percent, and the tolerance of symbolic comparison.
+An answer is read as one thing alone. It can be right for two labels that differ only where docs/rewards.md says so: a
+unit that one side leaves out, percent, and the tolerance of symbolic comparison.
 """
 
 import re
