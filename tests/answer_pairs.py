@@ -513,6 +513,10 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
         ("5t", "5", False),
         (r"\frac12", r"\frac12m", False),
         ("5t", "5s", False),
+        (r"\pi R^2", r"\pi r^2", False),
+        ("R^2-r^2", "0", False),
+        (r"\pi(R^2-r^2)", r"\pi(R-r)(R+r)", True),
+        ("3R^2", "3 R^{2}", True),
     ],
     "matrices and vectors": [
         (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", True),

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -36,15 +37,35 @@ _NORMALIZATION = replace(LatexExtractionConfig().normalization_config, units=Fal
 _DROPPED = ("'", '"', "...", r"\ldots")
 """What math-verify takes out of an answer as if it said nothing."""
 
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_CAPITAL = re.compile(r"\\mathbb ?\{[A-Z]\}|\\[A-Za-z]+|[A-Z]")
+"""Or what contains capitals and is one thing"""
+_GREEK = [
+    rf"\{name} "
+    for name in ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu",
+                 "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega")
+]  # fmt: skip
+
 
 def equivalent(answer: str, label: str) -> bool:
     """Whether two answers, in LaTeX as within \\boxed{}, are mathematically equal. May take arbitrarily long."""
     if any(answer.count(mark) != label.count(mark) for mark in _DROPPED):
         return False
+    answer, label = _with_cases(answer, label)
     gold, given = _parsed(label), _parsed(answer)
     # math-verify's own limit is of wall-clock time.
     same = verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None)
     return bool(same) and _same_size(gold, given)
+
+
+def _with_cases(answer: str, label: str) -> list[str]:
+    """Both with each capital whose small letter stands in one of them as a Greek letter that stands in none, since
+    math-verify takes R for r."""
+    letters = set(_COMMAND.sub("", answer + label))
+    capitals = sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters)
+    spare = [letter for letter in _GREEK if letter.strip() not in answer + label]
+    names = dict(zip(capitals, spare, strict=False))
+    return [_CAPITAL.sub(lambda found: names.get(found[0], found[0]), text) for text in (answer, label)]
 
 
 def _parsed(answer: str) -> list[Any]:
