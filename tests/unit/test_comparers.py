@@ -270,13 +270,13 @@ def test_a_turn_that_never_comes_is_said(processes, monkeypatch):
 
 
 def test_a_turn_may_take_long_while_others_get_theirs(processes, monkeypatch):
-    monkeypatch.setattr(comparers, "TURN_S", 0.4)
+    monkeypatch.setattr(comparers, "TURN_S", 1.5)
     processes.scripts += [[True] * 9]
     shared = Comparers(max_processes=1)
     reading = Process.answer
-    monkeypatch.setattr(Process, "answer", lambda self: time.sleep(0.2) or reading(self))
+    monkeypatch.setattr(Process, "answer", lambda self: time.sleep(0.3) or reading(self))
     with ThreadPoolExecutor(9) as pool:
-        # The last of them waits for 1.6 s and more.
+        # The last of them waits for 2.4 s and more.
         assert list(pool.map(lambda _: shared.equivalent("a", "b"), range(9))) == [True] * 9
     shared.close()
 
