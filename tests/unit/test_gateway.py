@@ -195,33 +195,79 @@ async def test_n_answers_are_branches_that_can_each_be_continued():
     assert len(trajectory.metadata["environment"]["states"]) == 4
 
 
-async def test_a_retry_gets_the_same_answer_and_the_same_request_another_sample():
-    async def act(post: Post) -> None:
-        head = {"x-stainless-retry-count": "1"}
-        first = (await post(messages=[QUESTION])).json()
-        assert (await post(messages=[QUESTION], head=head)).json() == first
-        other = (await post(messages=[QUESTION])).json()
-        assert other["choices"][0]["message"]["content"] == "2"
+RETRY = {"x-stainless-retry-count": "1"}
 
-    engine = ScriptedEngine(["1<|im_end|>", "2<|im_end|>"])
-    trajectory, _ = await asked(engine, act)
+
+async def chat_once(connection: Connection, *, timeout_s: float | None = None, retry: bool = False) -> str:
+    """What the policy answers to the question, asked through a connection that ends with the answer."""
+    headers = {"authorization": f"Bearer {connection.api_key}", **(RETRY if retry else {})}
+    async with httpx.AsyncClient(base_url=connection.url, trust_env=False, timeout=timeout_s) as client:
+        answer = await client.post(CHATS, json={"model": "m", "messages": [QUESTION]}, headers=headers)
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+async def test_a_retry_gets_the_same_answer_and_the_same_request_another_sample():
+    async def agent(line: Any, connection: Connection) -> None:
+        for retry in (False, True, False):
+            heard.append(await chat_once(connection, retry=retry))
+
+    heard = list[str]()
+    trajectory = await play(ScriptedEngine(["1<|im_end|>", "2<|im_end|>"]), agent)
+    assert heard == ["1", "1", "2"]
     assert len(trajectory.segments) == 2
     assert trajectory.metadata["gateway"] == {
         "segments": 2, "requests": 3, "refused": 0, "abandoned": 0, "repeated": 1, "skipped": 0,
     }  # fmt: skip
 
 
-async def test_a_retry_ends_the_attempt_before_it():
+@pytest.mark.parametrize("answered", [True, False])
+async def test_a_retry_leaves_what_other_callers_ask_alone(answered: bool):
+    """Two callers ask the same at once; the second one's answer is late, and it asks again."""
+
+    async def agent(line: Any, connection: Connection) -> None:
+        if answered:
+            heard.append(await chat_once(connection))
+        else:
+            other = asyncio.create_task(chat_once(connection))
+            await asyncio.sleep(0.1)
+        with pytest.raises(httpx.ReadTimeout):
+            await chat_once(connection, timeout_s=0.2)
+        heard.append(await chat_once(connection, retry=True))
+        if not answered:
+            heard.append(await other)
+
+    heard = list[str]()
+    script = ["1<|im_end|>", 30.0, "2<|im_end|>"] if answered else [1.0, 30.0, "2<|im_end|>", "1<|im_end|>"]
+    engine = ScriptedEngine(script)
+    trajectory = await play(engine, agent)
+    assert sorted(heard) == ["1", "2"], trajectory.metadata
+    assert (trajectory.status, engine.cancelled, len(trajectory.segments)) == (Status.completed, 1, 2)
+    assert trajectory.metadata["gateway"]["repeated"] == 0
+
+
+async def test_a_retry_of_a_request_that_was_to_come_again_gets_a_sample_of_its_own():
+    async def act(post: Post) -> None:
+        early = asyncio.create_task(post(messages=[QUESTION]))
+        await asyncio.sleep(0.05)
+        assert (await post(messages=[QUESTION])).status_code == 429
+        await early
+        assert (await chat(post, QUESTION, head=RETRY))["content"] == "2"
+
+    script = [0.2, "1<|im_end|>", "2<|im_end|>"]
+    trajectory, _ = await asked(ScriptedEngine(script), act, gateway={"max_concurrent_requests": 1})
+    assert len(trajectory.segments) == 2
+
+
+async def test_a_retry_over_an_open_connection_asks_for_another_sample():
     async def act(post: Post) -> None:
         early = asyncio.create_task(post(messages=[QUESTION]))
         await asyncio.sleep(0.1)
-        await chat(post, QUESTION, head={"x-stainless-retry-count": "1"})
-        with pytest.raises(httpx.RemoteProtocolError):
-            await early
+        assert (await chat(post, QUESTION, head=RETRY))["content"] == "1"
+        assert (await early).json()["choices"][0]["message"]["content"] == "2"
 
-    engine = ScriptedEngine([30.0, ANSWER])
+    engine = ScriptedEngine([0.5, "1<|im_end|>", "2<|im_end|>"])
     trajectory, _ = await asked(engine, act)
-    assert (trajectory.status, engine.cancelled, len(trajectory.segments)) == (Status.completed, 1, 1)
+    assert (trajectory.status, engine.cancelled, len(trajectory.segments)) == (Status.completed, 0, 2)
 
 
 async def test_an_agent_that_ends_leaves_its_requests_no_segment():
@@ -667,15 +713,14 @@ async def test_size_number_and_rate_of_requests_have_limits():
 
 
 async def test_a_retry_takes_the_place_of_its_first_attempt_where_no_other_is_left():
-    async def act(post: Post) -> None:
-        early = asyncio.create_task(post(messages=[QUESTION]))
-        await asyncio.sleep(0.1)
-        await chat(post, QUESTION, head={"x-stainless-retry-count": "1"})
-        with pytest.raises(httpx.RemoteProtocolError):
-            await early
+    async def agent(line: Any, connection: Connection) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            await chat_once(connection, timeout_s=0.2)
+        await chat_once(connection, retry=True)
 
-    trajectory, _ = await asked(ScriptedEngine([30.0, ANSWER]), act, gateway={"max_concurrent_requests": 1})
-    assert trajectory.metadata["num_turns"] == 1
+    engine = ScriptedEngine([30.0, ANSWER])
+    trajectory = await play(engine, agent, gateway={"max_concurrent_requests": 1})
+    assert (trajectory.status, engine.cancelled, trajectory.metadata["num_turns"]) == (Status.completed, 1, 1)
 
 
 async def test_requests_of_a_deterministic_run_reach_the_engine_one_after_another():

@@ -151,7 +151,8 @@ class GatewayServer:
         try:
             session.num_open += 1
             body, asked = await self._asked(api, request, session)
-            reply = await session.answer(asked, is_retry=request.headers.get(RETRIES, "0") != "0")
+            is_retry = request.headers.get(RETRIES, "0") != "0"
+            reply = await session.answer(asked, is_retry=is_retry, is_gone=partial(_is_gone, request))
         except (ApiError, ValidationError) as error:
             refusal = error if isinstance(error, ApiError) else refused_body(error)
             session.counts.refused += refusal.status < 500
@@ -273,9 +274,14 @@ async def _deliver(
         response = web.Response(body=content, content_type=JSON, headers=headers)
         await response.prepare(request)
     await response.write_eof()
-    if request.transport is None or request.transport.is_closing():
+    if _is_gone(request):
         raise ConnectionResetError("the client is gone")
     return response
+
+
+def _is_gone(request: web.Request) -> bool:
+    """Whether the connection of its client has ended."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _error(api: ModuleType, error: ApiError) -> web.Response:

@@ -5,8 +5,8 @@
 2. The engine samples. Nothing is kept until it has answered, so that an abandoned request leaves no turn.
 3. The turns are kept before the client gets them. They are taken back if it is gone by then.
 4. A client that sends a request again says so (`x-stainless-retry-count`). If its first attempt was answered, it gets
-   the same answer; one that is still under way is abandoned. The same request from a client that does not say so asks
-   for another sample, as agents do that choose the best of several.
+   the same answer; one that is still under way is abandoned (attempts.py). The same request from a client that does not
+   say so asks for another sample, as agents do that choose the best of several.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from typing import Any
 
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.gateway.aside import Aside
+from slimrl.agent.gateway.attempts import Attempt, Attempts
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.contexts import TurnContext, context_of
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused
@@ -44,14 +45,6 @@ class Counts:
     """Answered again, because the client did not get the first answer"""
     skipped: int = 0
     """Answered, and left out of training by `agent.gateway.skip`"""
-
-
-@dataclass(eq=False)
-class _Exchange:
-    """A request that was asked, and its reply once there is one."""
-
-    task: "asyncio.Task[Any]"
-    reply: Reply | None = None
 
 
 class Session:
@@ -94,7 +87,7 @@ class Session:
         self._is_over = False
         self.crash: Exception | None = None
         """A fault of ours in the answer to a request"""
-        self._exchanges: dict[bytes, _Exchange] = {}
+        self._attempts = Attempts()
         self._samples: dict[bytes, set[int]] = {}
         """Numbers of the samples that were taken of each history"""
         self._num_taken = 0
@@ -104,42 +97,48 @@ class Session:
         self._idle_since, self.idle_s = time.monotonic(), 0.0
         """Seconds without a request under way"""
 
-    async def answer(self, request: ChatRequest, *, is_retry: bool) -> Reply:
+    async def answer(self, request: ChatRequest, *, is_retry: bool, is_gone: Callable[[], bool]) -> Reply:
         """Turns of the policy that answer a request. The caller takes them back if the client does not get them.
+
+        Args:
+            is_gone: whether the connection of its client has ended.
 
         Raises:
             ApiError: the request is refused, or the engine failed.
         """
         task = asyncio.current_task()
         assert task is not None
-        key = request.key
-        whole = key + repr((request.n, request.max_tokens, request.stop)).encode()
-        if is_retry and (earlier := self._exchanges.get(whole)) is not None:
-            if earlier.reply is None:
-                earlier.task.cancel()
-                await asyncio.wait([earlier.task], timeout=self._agent.close_timeout_s)
-            elif not any(turn.children for turn in earlier.reply.turns):
+        asked = request.key + repr((request.n, request.max_tokens, request.stop)).encode()
+        if is_retry and (earlier := self._attempts.before(asked)) is not None:
+            if earlier.reply is not None:
                 self.counts.repeated += 1
+                earlier.is_gone = is_gone
                 return earlier.reply
-        self._admit()
-        exchange = self._exchanges[whole] = _Exchange(task)
+            await self._attempts.end(asked, earlier, self._agent.close_timeout_s)
+        try:
+            self._admit()
+        except ApiError as error:
+            if error.retry:
+                self._attempts.refuse(asked)
+            raise
+        attempt = Attempt(task, is_gone)
+        self._attempts.add(asked, attempt)
         self._begin(task)
         try:
-            exchange.reply = await self._sampled(request, key)
+            attempt.reply = await self._sampled(request)
         except asyncio.CancelledError:
             self.counts.abandoned += 1
-            raise
-        except ApiError:
+            self._attempts.lose(asked, attempt)
             raise
         except Exception as error:
-            self.crash = error
+            self._attempts.forget(asked, attempt)
+            if not isinstance(error, ApiError):
+                self.crash = error
             raise
         finally:
             self._end(task)
-            if exchange.reply is None and self._exchanges.get(whole) is exchange:
-                del self._exchanges[whole]
-        self.replies[exchange.reply.id] = exchange.reply
-        return exchange.reply
+        self.replies[attempt.reply.id] = attempt.reply
+        return attempt.reply
 
     async def num_tokens(self, request: ChatRequest) -> int:
         """Of the context after which the policy would answer a request. Raises ApiError."""
@@ -172,8 +171,7 @@ class Session:
             self.replies.pop(reply.id, None)
             for turn in reply.turns:
                 self._samples[turn.asked].discard(turn.number)
-            for whole in [whole for whole, one in self._exchanges.items() if one.reply is reply]:
-                del self._exchanges[whole]
+            self._attempts.take_back(reply)
 
     def refuse(self, what: str, error: ApiError) -> None:
         """Note a request that is wrong; a limit of the run or of the gateway is no mistake of the agent's.
@@ -232,7 +230,8 @@ class Session:
         if not self._under_way:
             self._idle_since = time.monotonic()
 
-    async def _sampled(self, request: ChatRequest, key: bytes) -> Reply:
+    async def _sampled(self, request: ChatRequest) -> Reply:
+        key = request.key
         context = await self._context(request)
         limit = self.max_tokens
         if len(context.tokens) >= limit:
