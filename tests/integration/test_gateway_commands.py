@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -22,6 +23,7 @@ from gateway_agents import (
     trained,
 )
 
+from slimrl.agent.gateway import workspace
 from slimrl.agent.gateway.command_agent import CommandAgent
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.trajectory import Status, Trajectory
@@ -150,6 +152,23 @@ async def test_nothing_of_a_command_is_left(ends: bool, tmp_path: Path):
     await asyncio.sleep(0.2)
     assert children() == before
     assert not any(alive(pid) for pid in (parent, child))
+
+
+async def test_the_removal_of_a_workspace_is_no_part_of_the_trajectory_s_time(monkeypatch: pytest.MonkeyPatch):
+    def remove(root: Path) -> None:
+        sessions.append(len(runner.server._sessions))
+        time.sleep(4)
+        shutil.rmtree(root)
+
+    sessions = list[int]()
+    monkeypatch.setattr(workspace, "_remove", remove)
+    runner = runner_of(ScriptedEngine([ANSWER]), python(ASK + "ask('x')"), trajectory_timeout_s=4)
+    await runner.start()
+    trajectory = await runner.run(PROMPT, trajectory_id="t:1", sampling=SamplingConfig(), seed=1)
+    await runner.stop()
+    assert trajectory.status is Status.completed, trajectory.metadata
+    assert sessions == [0]
+    assert trajectory.measured["step_s"] < 4
 
 
 def alive(pid: int) -> bool:

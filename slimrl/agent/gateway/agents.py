@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,11 +15,13 @@ class AgentFailed(Exception):
 
 
 class Agent(Protocol):
-    async def run(self, line: Mapping[str, Any], connection: Connection) -> str:
+    async def run(self, line: Mapping[str, Any], connection: Connection, afterwards: AsyncExitStack) -> str:
         """Act for one trajectory; it is cancelled at the trajectory's deadline.
 
         Args:
             line: of the data: `id`, `messages`, `label`, `metadata`.
+            afterwards: is closed when the session has ended, without the trajectory's deadline: what has to be tidied
+                up then.
 
         Returns:
             How the agent ended and what it last said, for whoever looks why it did nothing.
@@ -37,7 +40,7 @@ class FunctionAgent:
     path: str
     """Its import path"""
 
-    async def run(self, line: Mapping[str, Any], connection: Connection) -> str:
+    async def run(self, line: Mapping[str, Any], connection: Connection, afterwards: AsyncExitStack) -> str:
         try:
             if inspect.iscoroutinefunction(self.function):
                 await _awaited(self.function, line, connection)

@@ -33,10 +33,10 @@ class CommandAgent:
     """What the recipe adds to its environment"""
     sandbox: CommandSandboxConfig = field(default_factory=CommandSandboxConfig)
 
-    async def run(self, line: Mapping[str, Any], connection: Connection) -> str:
+    async def run(self, line: Mapping[str, Any], connection: Connection, afterwards: AsyncExitStack) -> str:
         try:
-            async with workspace() as place:
-                code, said = await self._ran(line, connection, place)
+            place = await afterwards.enter_async_context(workspace())
+            code, said = await self._ran(line, connection, place)
         except OSError as error:
             raise AgentFailed(f"{self.words[0]} cannot be started: {error}") from error
         if code:

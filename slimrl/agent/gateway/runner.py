@@ -1,7 +1,8 @@
 """Runs an agent behind the gateway for each trajectory, in the place of episodes.
 
 1. A session is opened; the agent gets the data line and the session's addresses and key.
-2. The agent acts until it ends, or until the trajectory's deadline, and the session with it.
+2. The agent acts until it ends, or until the trajectory's deadline, and the session with it. What it leaves on the disk
+   is removed then, which is no part of the trajectory's time.
 3. The turns that the policy sampled become the trajectory's segments.
 
 The trajectory is completed if the agent ended well, truncated if the policy ran out of turns or tokens, aborted at its
@@ -14,7 +15,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -78,17 +79,18 @@ class GatewayRunner:
         )
         connection = self.server.open(session)
         status, error, said = Status.completed, "", ""
-        try:
-            async with asyncio.timeout(self.rollout.trajectory_timeout_s):
-                said = await self.agent.run(_line(prompt, self.config.system_prompt), connection)
-        except TimeoutError:
-            status, error = Status.aborted, f"not finished within {self.rollout.trajectory_timeout_s:g} s"
-        except AgentFailed as failure:
-            log.warning("%s: %s", trajectory_id, failure, exc_info=failure)
-            status, error = Status.failed, str(failure)
-        finally:
-            self.server.end(connection)
-            await session.close(self.config.close_timeout_s)
+        async with AsyncExitStack() as afterwards:
+            try:
+                async with asyncio.timeout(self.rollout.trajectory_timeout_s):
+                    said = await self.agent.run(_line(prompt, self.config.system_prompt), connection, afterwards)
+            except TimeoutError:
+                status, error = Status.aborted, f"not finished within {self.rollout.trajectory_timeout_s:g} s"
+            except AgentFailed as failure:
+                log.warning("%s: %s", trajectory_id, failure, exc_info=failure)
+                status, error = Status.failed, str(failure)
+            finally:
+                self.server.end(connection)
+                await session.close(self.config.close_timeout_s)
         if session.crash is not None:
             raise session.crash
         trajectory = Trajectory(
