@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from slimrl.agent.bounded_parser import BoundedParser
 from slimrl.agent.dialogue import Dialogue
@@ -69,7 +70,7 @@ async def read_turn(
     parsed = await parser.read(thought.answer) if isinstance(parser, BoundedParser) else parser.parse(thought.answer)
     if len(parsed.calls) > 1 and not chat.takes_parallel_calls:
         parsed = ParsedTurn(content=parsed.content, calls=[MalformedCall(problem="only one tool call at a time")])
-    calls = tuple(replace(call, id=call.id or f"call_{num_calls + number}") for number, call in enumerate(parsed.calls))
+    calls = _with_ids(parsed.calls, num_calls)
     malformed = any(isinstance(call, MalformedCall) for call in calls)
     return SaidTurn(
         text=thought.answer.strip() if malformed else parsed.content,
@@ -77,3 +78,21 @@ async def read_turn(
         calls=calls,
         can_be_answered=last in (dialogue.call_ends if calls else chat.answer_ends),
     )
+
+
+def _with_ids(calls: Sequence[ToolCall | MalformedCall], num_calls: int) -> tuple[ToolCall | MalformedCall, ...]:
+    """The calls with an id each of its own, also where the policy wrote none, or the same one twice: clients tell calls
+    apart by them.
+
+    Args:
+        num_calls: before these.
+    """
+    taken = {call.id for call in calls}
+    given = dict[str, ToolCall | MalformedCall]()
+    for number, call in enumerate(calls, num_calls):
+        own = call.id
+        if not own or own in given:
+            own = next(name for extra in count() if (name := f"call_{number + extra}") not in taken)
+            taken.add(own)
+        given[own] = replace(call, id=own)
+    return tuple(given.values())

@@ -135,6 +135,23 @@ async def test_other_ids_orders_of_arguments_and_whole_numbers_make_no_differenc
     assert len(trajectory.segments) == 1
 
 
+async def test_calls_of_a_message_with_equal_ids_are_answered_in_their_order():
+    async def act(post: Post) -> None:
+        call = called()["tool_calls"][0]
+        twice = {"role": "assistant", "tool_calls": [call, call]}
+        await chat(post, QUESTION, twice, {**RESULT, "content": "1"}, {**RESULT, "content": "2"}, tools=[TOOL])
+        three = {**RESULT, "content": "3"}
+        wrong = await post(messages=[QUESTION, twice, three, three, three], tools=[TOOL])
+        assert "messages[4]: answers the call 'call_0', which is none" in wrong.text
+        less = await post(messages=[QUESTION, twice, three], tools=[TOOL])
+        assert "messages[1]: the calls call_0 have no answers after them" in less.text
+
+    engine = ScriptedEngine([ANSWER])
+    trajectory, _ = await asked(engine, act)
+    told = [one["content"] for one in trajectory.messages if one["role"] == "tool"]
+    assert told == ["1", "2"]
+
+
 @pytest.mark.parametrize(
     ("history", "tools"),
     [
@@ -222,25 +239,22 @@ async def test_a_retry_gets_the_same_answer_and_the_same_request_another_sample(
 
 @pytest.mark.parametrize("answered", [True, False])
 async def test_a_retry_leaves_what_other_callers_ask_alone(answered: bool):
-    """Two callers ask the same at once; the second one's answer is late, and it asks again."""
+    """Two callers ask the same at once; the first one's answer is late, and it asks again."""
 
     async def agent(line: Any, connection: Connection) -> None:
-        if answered:
-            heard.append(await chat_once(connection))
-        else:
-            other = asyncio.create_task(chat_once(connection))
-            await asyncio.sleep(0.1)
+        late = asyncio.create_task(chat_once(connection, timeout_s=0.5))
+        await asyncio.sleep(0.1)
+        other = asyncio.create_task(chat_once(connection))
         with pytest.raises(httpx.ReadTimeout):
-            await chat_once(connection, timeout_s=0.2)
+            await late
         heard.append(await chat_once(connection, retry=True))
-        if not answered:
-            heard.append(await other)
+        heard.append(await other)
 
     heard = list[str]()
-    script = ["1<|im_end|>", 30.0, "2<|im_end|>"] if answered else [1.0, 30.0, "2<|im_end|>", "1<|im_end|>"]
+    script = [30.0, "1<|im_end|>", "2<|im_end|>"] if answered else [30.0, 2.0, "2<|im_end|>", "1<|im_end|>"]
     engine = ScriptedEngine(script)
     trajectory = await play(engine, agent)
-    assert sorted(heard) == ["1", "2"], trajectory.metadata
+    assert heard == ["2", "1"], trajectory.metadata
     assert (trajectory.status, engine.cancelled, len(trajectory.segments)) == (Status.completed, 1, 2)
     assert trajectory.metadata["gateway"]["repeated"] == 0
 

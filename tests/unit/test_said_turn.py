@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.agent.parsers import ParsedTurn
+from slimrl.agent.parsers import ParsedTurn, ToolCall
 from slimrl.agent.said_turn import read_turn
 
 CHAT = SimpleNamespace(
@@ -30,3 +30,21 @@ async def test_a_turn_ends_before_the_first_text_that_stops_it_also_where_it_beg
     found = await read_turn([*map(ord, text)], DIALOGUE, in_thinking=False, cut_off=False, num_calls=0, stop=stop)
     assert found is not None
     assert found.text == said
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        (["a:0", "a:0", "a:0"], ["a:0", "call_5", "call_6"]),
+        (["", "call_4", ""], ["call_5", "call_4", "call_6"]),
+        (["", "a:0", ""], ["call_4", "a:0", "call_6"]),
+    ],
+)
+async def test_each_call_of_a_turn_has_an_id_of_its_own(written, ids):
+    calls = [ToolCall(name="a", arguments={"number": number}, id=one) for number, one in enumerate(written)]
+    parser = SimpleNamespace(parse=lambda text: ParsedTurn(content=text, calls=calls))
+    dialogue = SimpleNamespace(**{**vars(DIALOGUE), "parser": parser})
+    found = await read_turn([65], dialogue, in_thinking=False, cut_off=False, num_calls=4)
+    assert found is not None
+    assert [call.id for call in found.calls] == ids
+    assert [call.arguments["number"] for call in found.calls] == [0, 1, 2]

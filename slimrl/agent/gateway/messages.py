@@ -11,6 +11,7 @@ arguments, and digits of whole numbers beyond what JavaScript keeps. `echo` tell
 import hashlib
 import json
 import sys
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,18 +63,25 @@ def _leading_answers(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _in_order(calls: Sequence[dict[str, Any]], answers: Sequence[Message], place: int) -> list[Message]:
-    """One answer for each call; one without an id answers the first call that has none yet."""
-    open_calls = {call["id"]: call["function"]["name"] for call in calls}
-    given = {}
-    for number, answer in enumerate(answers, place):
-        call_id = answer.get("tool_call_id") or next(iter(open_calls), None)
-        if call_id not in open_calls:
-            raise refused(f"messages[{number}]: answers the call {call_id!r}, which is none of the message before it")
-        name = open_calls.pop(call_id)
-        given[call_id] = {"role": "tool", "name": name, "tool_call_id": call_id, "content": answer["content"]}
+    """One answer for each call. It answers the first call with its id, or without one the first, of those that have no
+    answer yet."""
+    open_calls = dict(enumerate(calls))
+    numbers = defaultdict[str, deque[int]](deque)
+    for number, call in open_calls.items():
+        numbers[call["id"]].append(number)
+    given: dict[int, Message] = {}
+    for place_of_answer, answer in enumerate(answers, place):
+        call_id = answer.get("tool_call_id") or next((call["id"] for call in open_calls.values()), None)
+        if not (those := numbers.get(call_id)):
+            told = f"messages[{place_of_answer}]: answers the call {call_id!r}"
+            raise refused(f"{told}, which is none of the message before it")
+        number = those.popleft()
+        name = open_calls.pop(number)["function"]["name"]
+        given[number] = {"role": "tool", "name": name, "tool_call_id": call_id, "content": answer["content"]}
     if open_calls:
-        raise refused(f"messages[{place - 1}]: the calls {', '.join(open_calls)} have no answers after them")
-    return [given[call["id"]] for call in calls]
+        missing = ", ".join(call["id"] for call in open_calls.values())
+        raise refused(f"messages[{place - 1}]: the calls {missing} have no answers after them")
+    return [given[number] for number in range(len(calls))]
 
 
 def escaped(messages: Sequence[Message], chat: ChatFormat) -> list[Message]:
