@@ -22,7 +22,7 @@ import jsonschema
 from referencing import Registry
 
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
-from slimrl.agent.schema_draft import draft_of
+from slimrl.agent.schema_draft import draft_of, without_unread_patterns
 from slimrl.data.jsonl import refuse_unwritable
 
 NOT_OPENED, NOT_CLOSED = "malformed tool call: nothing opened it", "malformed tool call: not closed"
@@ -125,7 +125,7 @@ class SGLangParser:
             except ValueError as error:
                 raise ValueError(f"the parameters of {function['name']} are no JSON schema: {error}") from error
             # With a registry of its own, since by default it downloads what a schema refers to.
-            self._parameters[function["name"]] = draft(parameters, registry=Registry())
+            self._parameters[function["name"]] = draft(without_unread_patterns(parameters), registry=Registry())
         try:
             self._parser()
         except ValueError as error:

@@ -15,6 +15,8 @@ from typing import Any
 import pydantic
 from transformers.utils import get_json_schema
 
+from slimrl.agent.schema_draft import unread_patterns
+
 REFERENCE = "#/$defs/"
 
 
@@ -25,7 +27,7 @@ def tool_schema(function: Callable[..., Any], hidden: Collection[str]) -> dict[s
         hidden: parameters that the model does not give.
 
     Raises:
-        ValueError: a type refers to itself.
+        ValueError: a type refers to itself, or has a pattern that Python's `re` cannot read.
     """
     schema = get_json_schema(_without(function, hidden))
     schema["function"].pop("return", None)  # not part of the schema that models are trained with
@@ -35,6 +37,8 @@ def tool_schema(function: Callable[..., Any], hidden: Collection[str]) -> dict[s
             described = pydantic.TypeAdapter(hint).json_schema()
             whole = _inlined(described, described.get("$defs", {}), ())
             properties[name] = {**whole, "description": properties[name]["description"]}
+    if pattern := next(unread_patterns(schema["function"]["parameters"]), None):
+        raise ValueError(f"the pattern {pattern!r} cannot be judged: Python's `re` cannot read it")
     return schema
 
 

@@ -471,6 +471,32 @@ async def test_a_tool_is_judged_by_the_draft_that_its_schema_is_written_in(
     await asked(ScriptedEngine([f"<tool_call>\n{call}\n</tool_call>" for call in calls]), act)
 
 
+async def test_a_pattern_of_javascript_is_shown_and_not_judged(caplog: pytest.LogCaptureFixture):
+    digits = {"type": "string", "pattern": "^[0-9]+$"}
+    schema = {
+        "type": "object",
+        "properties": {"pattern": {"type": "string", "pattern": r"^\p{L}+$"}, "b": digits},
+        "patternProperties": {r"^(?<y>\d{4})$": digits, "^n": digits},
+        "additionalProperties": False,
+    }
+
+    def call(arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "calculator", "arguments": {arguments}}}\n</tool_call>'
+
+    async def act(post: Post) -> None:
+        for judged in (True, True, False, False):
+            said = await chat(post, QUESTION, tools=[tool_with(schema)])
+            assert bool(said.get("tool_calls")) == judged, said
+
+    texts = ['{"pattern": "1", "b": "2"}', '{"2024": "x", "n": "3"}', '{"b": "x"}', '{"n": "x"}']
+    engine = ScriptedEngine([call(text) for text in texts])
+    trajectory, _ = await asked(engine, act)
+    assert trajectory.status is Status.completed, trajectory.metadata
+    assert "p{L}" in decode(engine.requests[0].input_ids)
+    said = [one for one in caplog.messages if "so that calls are not judged by it" in one]
+    assert len(said) == 2, said
+
+
 @pytest.mark.parametrize("named", [DRAFT_7, 7, []])
 async def test_a_schema_of_another_draft_than_it_names_is_refused(named: Any):
     async def act(post: Post) -> None:

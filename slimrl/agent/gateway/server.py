@@ -28,6 +28,7 @@ from slimrl.agent.gateway.json_body import json_body
 from slimrl.agent.gateway.listener import IDLE_S, Listener, is_ours
 from slimrl.agent.gateway.messages import escaped
 from slimrl.agent.gateway.session import Session
+from slimrl.agent.schema_draft import unread_patterns
 from slimrl.config.schema.agent import GatewayConfig
 from slimrl.data.visible import visible
 
@@ -48,7 +49,8 @@ LINGER_S = 1.0
 LOGPROB_BYTES = 16
 """What a sampled token counts in the size of an answer, which may list each with its log-prob"""
 WARNED_CHARS, MOST_WARNED = 80, 200
-"""Bounds on what a run warns of, since agents may name fields and paths as they like"""
+"""Bounds on what a run warns of, since agents may name fields and paths as they like; the latter for each kind"""
+UNREAD = "Python's `re` cannot read it, so that calls are not judged by it"
 OVERRIDDEN = "the run's settings apply instead"
 RETRIES = "x-stainless-retry-count"
 """Header in which both companies' clients say how often they sent a request before"""
@@ -190,7 +192,10 @@ class GatewayServer:
 
         def read() -> tuple[Any, ChatRequest]:
             body, asked = api.read({**defaults, **json_body(raw, session.max_tokens)}, session.replies)
-            asked = replace(asked, messages=escaped(asked.messages, session.chat), num_bytes=len(raw), model=body.model)
+            unread = [one for tool in asked.tools for one in unread_patterns(tool["function"]["parameters"])]
+            ignored = {**asked.ignored, **{f"the pattern {one!r}": UNREAD for one in unread}}
+            messages = escaped(asked.messages, session.chat)
+            asked = replace(asked, messages=messages, num_bytes=len(raw), model=body.model, ignored=ignored)
             assert asked.key
             return body, asked
 
