@@ -8,6 +8,7 @@ and the key that posts rewards.
 
 import asyncio
 import os
+from contextlib import suppress
 
 KEY_VARIABLE = "SLIMRL_REWARD_FD"
 """Environment variable with the number of the descriptor that has the key"""
@@ -37,8 +38,9 @@ class OncePipe:
         self._is_open = False
         self._end_writing()
         os.set_blocking(self.read_end, False)
-        while os.read(self.read_end, 65536):
-            pass  # to the end: nobody has the writing end any more
+        with suppress(BlockingIOError):  # another process still has the writing end, since slimrl forks without exec
+            while os.read(self.read_end, 65536):
+                pass
         os.close(self.read_end)
 
     def _write(self) -> None:
