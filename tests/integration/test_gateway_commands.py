@@ -98,7 +98,9 @@ async def test_a_data_line_may_be_long_and_need_not_be_read(monkeypatch: pytest.
         assert trajectory.messages[0]["content"] == said
 
 
-async def test_another_exit_code_fails_the_trajectory_with_the_end_of_stderr_and_stdout():
+async def test_another_exit_code_fails_the_trajectory_with_the_end_of_stderr_and_stdout(
+    caplog: pytest.LogCaptureFixture,
+):
     code = ASK + "ask('x'); sys.stderr.write('y' * 100_000 + 'the cause'); print('z' * 100_000 + 'more'); sys.exit(3)"
     trajectory, _ = await run(python(code), ANSWER)
     assert trajectory.status is Status.failed
@@ -108,10 +110,12 @@ async def test_another_exit_code_fails_the_trajectory_with_the_end_of_stderr_and
     assert error.endswith("zzzmore")
     assert len(error) < 5000
     assert len(trajectory.segments) == 1
+    assert (caplog.text.count("the cause"), caplog.text.count("zzzmore")) == (1, 1)
     silent, _ = await run(python("import os; os.kill(os.getpid(), 9)"))
     assert "exit code -9, and wrote nothing to stderr or stdout" in silent.metadata["error"]
     absent, _ = await run(CommandAgent(words=["/no/such/program"], host="127.0.0.1"))
     assert "cannot be started" in absent.metadata["error"]
+    assert "Traceback" not in caplog.text
 
 
 async def test_what_an_agent_said_that_asked_nothing_stands_in_the_cause():

@@ -794,6 +794,15 @@ async def test_the_agent_may_post_the_reward(posted: list[Any], reward: float | 
         assert posted_reward(trajectory, PROMPT) == reward
 
 
+async def test_the_exception_of_an_agent_stands_in_the_log_with_its_place(caplog: pytest.LogCaptureFixture):
+    async def raises(line: Any, connection: Connection) -> None:
+        raise KeyError("odd")
+
+    await play(ScriptedEngine([]), raises)
+    assert "in raises\n" in caplog.text
+    assert caplog.text.count("raised KeyError('odd')") == 1
+
+
 async def test_an_agent_that_raises_hangs_or_asks_nothing_fails_with_the_cause():
     async def raises(line: Any, connection: Connection) -> None:
         raise SystemExit(3)

@@ -38,7 +38,7 @@ class CommandAgent:
             place = await afterwards.enter_async_context(workspace())
             code, said = await self._ran(line, connection, place)
         except OSError as error:
-            raise AgentFailed(f"{self.words[0]} cannot be started: {error}") from error
+            raise AgentFailed(f"{self.words[0]} cannot be started: {error}") from None
         if code:
             raise AgentFailed(f"{self.words[0]} ended with exit code {code}{said}")
         return f"{self.words[0]} ended with exit code 0{said}"

@@ -86,7 +86,8 @@ class GatewayRunner:
             except TimeoutError:
                 status, error = Status.aborted, f"not finished within {self.rollout.trajectory_timeout_s:g} s"
             except AgentFailed as failure:
-                log.warning("%s: %s", trajectory_id, failure, exc_info=failure)
+                # A function's exception has a traceback; that of a command is slimrl's own.
+                log.warning("%s: %s", trajectory_id, failure, exc_info=failure.__cause__)
                 status, error = Status.failed, str(failure)
             finally:
                 self.server.end(connection)
