@@ -150,9 +150,13 @@ async def test_agents_cannot_fill_the_log_with_names(caplog: pytest.LogCaptureFi
         for number in range(3):
             names = {f"field_{number}_{one}": 1 for one in range(150)}
             assert (await post(messages=[QUESTION], **names)).status_code == 200
+        await post(path="/v1/none")
 
     await asked(ScriptedEngine([ANSWER] * 3), act)
-    assert len([one for one in caplog.messages if "agents send" in one]) == 200
+    assert len([one for one in caplog.messages if one.startswith("agents send")]) == 200
+    said = [one for one in caplog.messages if "the log names no more" in one]
+    assert said == ["fields that agents send in vain: 200 were warned of; the log names no more"]
+    assert any("an agent's request: POST /v1/none was refused" in one for one in caplog.messages)
 
 
 CACHED = {"cache_control": {"type": "ephemeral"}}

@@ -60,12 +60,28 @@ class NotListening(Exception):
     """The gateway's address is none of this machine."""
 
 
+class _Once:
+    """Warns once of each thing of a kind, and of no more than MOST_WARNED."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._seen = kind, set[str]()
+
+    def warn(self, key: str, message: str) -> None:
+        if key in self._seen or len(self._seen) > MOST_WARNED:
+            return
+        self._seen.add(key)
+        if len(self._seen) <= MOST_WARNED:
+            log.warning("%s", message)
+        else:
+            log.warning("%s: %d were warned of; the log names no more", self._kind, MOST_WARNED)
+
+
 class GatewayServer:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._sessions: dict[str, tuple[Connection, Session]] = {}
         """By the name in the path"""
-        self._warned: set[str] = set()
+        self._refusals, self._vain = _Once("refused requests"), _Once("fields that agents send in vain")
         self.aside = Aside()
         app = web.Application(client_max_size=config.max_body_bytes)
         for prefix in PREFIXES:
@@ -240,18 +256,15 @@ class GatewayServer:
         """Note a refusal in the session, and once in the log."""
         path = request.path.removeprefix(f"/{request.match_info['session']}")
         session.refuse(f"{request.method} {path}", error)
-        if session.refusal and session.refusal not in self._warned and len(self._warned) < MOST_WARNED:
-            self._warned.add(session.refusal)
-            log.warning("an agent's request: %s", visible(session.refusal))
+        if session.refusal:
+            self._refusals.warn(session.refusal, f"an agent's request: {visible(session.refusal)}")
 
     def _warn(self, asked: ChatRequest, reply: Reply) -> None:
         """Say once of each field that clients give it in vain."""
         reasons = {**dict.fromkeys(reply.overridden, OVERRIDDEN), **asked.ignored}
         for name, reason in reasons.items():
             shown = visible(name)[:WARNED_CHARS]
-            if shown not in self._warned and len(self._warned) < MOST_WARNED:
-                self._warned.add(shown)
-                log.warning("agents send %s in vain: %s", shown, reason)
+            self._vain.warn(shown, f"agents send {shown} in vain: {reason}")
 
 
 def _model_named(name: str) -> dict[str, Any]:
