@@ -96,9 +96,23 @@ def _remove(root: Path) -> None:
 
 
 def _remove_once(root: Path) -> None:
-    for folder, inner, _ in os.walk(root):
+    _open_up(root)
+    for _, inner, _, folder in os.fwalk(root):
         for name in inner:
-            path = os.path.join(folder, name)
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)  # programs write-protect folders, as Go does its modules
+            with suppress(NotADirectoryError):  # a link
+                _open_up(name, folder)
     shutil.rmtree(root)
+
+
+def _open_up(name: Path | str, within: int | None = None) -> None:
+    """Let a folder be emptied: programs write-protect theirs, as Go does its modules. A link in its place, which a
+    process that goes on may put there, is not followed.
+
+    Args:
+        within: descriptor of the folder that has it.
+    """
+    folder = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
+    try:
+        os.chmod(f"/proc/self/fd/{folder}", 0o700)  # a descriptor of this kind needs no permission, and has no fchmod
+    finally:
+        os.close(folder)
