@@ -58,6 +58,8 @@ async def test_what_a_client_changes_unmeant_stays_one_segment(sampled: str, giv
         (call_of({"x": 2**53 - 1}), called(f'{{"x": {2**53}}}')),
         (call_of({"x": [None]}), called('{"x": []}')),
         (call_of({"x": None}), called('{"x": 0}')),
+        (call_of({"x": True}), called('{"x": 1}')),
+        (call_of({"x": [0]}), called('{"x": [false]}')),
         ("I call.\n" + call_of({"a": 1}), {**called('{"a": 1}'), "content": "I"}),
         ("I call.\n" + call_of({"a": 1}), {"role": "assistant", "content": "I call."}),
         ("I call.<|im_end|>", {"role": "assistant", "content": ""}),

@@ -109,7 +109,7 @@ def history_key(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) ->
         ]
         for message in messages
     ]
-    return hashlib.sha256(json.dumps([tools, said], sort_keys=True).encode()).digest()
+    return hashlib.sha256(_dumped([tools, said]).encode()).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def echo(said: Message, given: Message, stop_text: str | None) -> Echo | None:
     Args:
         stop_text: that ended the turn and is no part of `said`.
     """
-    if _call_keys(said) != _call_keys(given):
+    if _dumped(_call_keys(said)) != _dumped(_call_keys(given)):
         return None
     ours, theirs = _words(said), _words(given)
     if ours == theirs:
@@ -136,6 +136,11 @@ def echo(said: Message, given: Message, stop_text: str | None) -> Echo | None:
     if stop_text is not None and theirs.startswith(ours + stop_text):
         return Echo(is_whole=True, added=theirs[len(ours + stop_text) :])
     return Echo(is_whole=False) if said.get("tool_calls") and not theirs else None
+
+
+def _dumped(value: Any) -> str:
+    """Tells true from 1, which are equal in Python."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _words(message: Message) -> str:
