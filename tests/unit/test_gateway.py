@@ -734,6 +734,18 @@ async def test_a_key_opens_its_own_session_alone():
     assert trajectory.status is Status.completed, trajectory.metadata
 
 
+async def test_a_connection_that_is_printed_shows_no_key():
+    async def agent(line: Any, connection: Connection) -> None:
+        shown.append((repr(connection), connection))
+
+    shown = list[tuple[str, Connection]]()
+    await play(ScriptedEngine([]), agent)
+    ((text, connection),) = shown
+    assert connection.url in text
+    assert connection.api_key not in text
+    assert connection.reward_key not in text
+
+
 async def test_size_number_and_rate_of_requests_have_limits():
     async def act(post: Post) -> None:
         assert (await post(messages=[{"role": "user", "content": "x" * 3000}])).status_code == 413

@@ -14,9 +14,9 @@ from slimrl.agent.gateway.once_pipe import OncePipe
 class Connection:
     url: str
     """Of the trajectory's session, without a slash at the end"""
-    api_key: str
+    api_key: str = field(repr=False)
     """For turns of the policy"""
-    reward_key: str
+    reward_key: str = field(repr=False)
     """For the trajectory's reward: not for what the policy may see"""
     serve: Callable[[socket.socket], AbstractAsyncContextManager[None]] = field(repr=False)
     """Lets the gateway accept from a further socket, and closes it at the end"""
