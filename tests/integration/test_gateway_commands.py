@@ -175,6 +175,18 @@ async def test_the_removal_of_a_workspace_is_no_part_of_the_trajectory_s_time(mo
     assert trajectory.measured["step_s"] < 4
 
 
+async def test_a_group_is_killed_while_its_number_is_still_its_own(monkeypatch: pytest.MonkeyPatch):
+    def kill(group: int, number: int) -> None:
+        states.append(psutil.Process(group).status())
+        killed(group, number)
+
+    states, killed = list[str](), os.killpg
+    monkeypatch.setattr(os, "killpg", kill)
+    trajectory, _ = await run(python(ASK + "ask('x')"), ANSWER)
+    assert trajectory.status is Status.completed, trajectory.metadata
+    assert states == [psutil.STATUS_ZOMBIE]
+
+
 def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 

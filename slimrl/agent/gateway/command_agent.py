@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from dataclasses import dataclass, field
@@ -64,28 +65,32 @@ class CommandAgent:
                     control, handed = socket.socketpair()
                     ours.enter_context(control)
                     theirs.enter_context(handed)
-                process = await self._started(line, connection, place, outputs, handed)
+                process = self._started(line, connection, place, outputs, handed)
             for output in outputs.values():
                 output.started()
             try:
                 if control is not None and (listening := await handed_socket(control)) is not None:
                     await ours.enter_async_context(connection.serve(listening))
-                return await process.wait()
+                await _ended(process)
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # also what the command left behind
+                # Also what the command left behind. Its own process is not reaped yet, so that no other group can have
+                # the number.
+                os.killpg(process.pid, signal.SIGKILL)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(END_S):
-                        await process.wait()
+                        await _ended(process)
+                code = process.poll()
+        assert code is not None
+        return code
 
-    async def _started(
+    def _started(
         self,
         line: Mapping[str, Any],
         connection: Connection,
         place: Workspace,
         outputs: Mapping[str, OutputTail],
         handed: socket.socket | None,
-    ) -> asyncio.subprocess.Process:
+    ) -> "subprocess.Popen[bytes]":
         """
         Args:
             handed: the sandbox's end of the socket through which the gateway gets its listening socket; None without a
@@ -104,9 +109,8 @@ class CommandAgent:
                 files.append(handed.fileno())
             words = sandboxed(self.words, place, self.sandbox, boot)
         reaching = {**reached.variables(host), KEY_VARIABLE: str(key)}
-        # No pipe of asyncio's: it would wait for whatever the command leaves behind to close it.
-        return await asyncio.create_subprocess_exec(
-            *words,
+        return subprocess.Popen(
+            words,
             stdin=stdin,
             stdout=outputs["stdout"].write_end,
             stderr=outputs["stderr"].write_end,
@@ -115,3 +119,15 @@ class CommandAgent:
             pass_fds=files,
             start_new_session=True,
         )
+
+
+async def _ended(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until a process has ended, without reaping it."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    handle = os.pidfd_open(process.pid)
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
