@@ -166,11 +166,12 @@ async def test_the_removal_of_a_workspace_is_no_part_of_the_trajectory_s_time(mo
 
     sessions = list[int]()
     monkeypatch.setattr(workspace, "_remove", remove)
-    runner = runner_of(ScriptedEngine([ANSWER]), python(ASK + "ask('x')"), trajectory_timeout_s=4)
+    agent = CommandAgent(words=["sh", "-c", "exit 0"], host="127.0.0.1")
+    runner = runner_of(ScriptedEngine([]), agent, trajectory_timeout_s=4)
     await runner.start()
     trajectory = await runner.run(PROMPT, trajectory_id="t:1", sampling=SamplingConfig(), seed=1)
     await runner.stop()
-    assert trajectory.status is Status.completed, trajectory.metadata
+    assert trajectory.metadata["error"].startswith("the agent asked the policy nothing; sh ended with exit code 0")
     assert sessions == [0]
     assert trajectory.measured["step_s"] < 4
 
