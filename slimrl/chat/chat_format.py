@@ -243,6 +243,8 @@ class ChatFormat:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            if number == 0:
+                raise ValueError("messages[0] is the assistant's; a conversation begins with a user or system message")
             prompt = self.template.render(messages[:number], schemas, generate=True)
             self._whole.require_told(messages[:number], schemas, prompt)
             try:

@@ -56,17 +56,18 @@ def _object(line: bytes, finite: bool) -> dict[str, Any]:
         place = ", the line's end" if error.pos == len(text) else ""
         raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{place}") from error
     except RecursionError as error:
-        raise ValueError(_TOO_DEEP) from error
+        raise ValueError(_too_deep(MAX_DEPTH)) from error
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, not {type(value).__name__}")
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        raise ValueError(_TOO_DEEP)
+        raise ValueError(_too_deep(MAX_DEPTH))
     if "\\u" in text:
         _refuse_surrogates(value)
     return value
 
 
-_TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
+def _too_deep(most: int) -> str:
+    return f"lists and objects are nested more than {most} deep"
 
 
 def _depth(value: Any) -> int:
@@ -84,8 +85,9 @@ def refuse_unwritable(value: Any) -> None:
     Raises:
         ValueError: it is nested too deep, or has half of a surrogate pair.
     """
-    if _depth(value) > MAX_DEPTH // 2:
-        raise ValueError(_TOO_DEEP)
+    most = MAX_DEPTH // 2
+    if _depth(value) > most:
+        raise ValueError(_too_deep(most))
     _refuse_surrogates(value)
 
 

@@ -402,6 +402,7 @@ async def test_a_turn_that_runs_out_of_tokens_truncates_the_trajectory():
     assert trajectory.status is Status.truncated
 
 
+DEEP = '{"a": ' + "[" * 60 + "]" * 60 + "}"
 BAD = [
     ({"messages": []}, "there are no messages"),
     ({"messages": [QUESTION, SAID]}, "the last message is the assistant's"),
@@ -410,8 +411,9 @@ BAD = [
     ({"messages": [QUESTION, called(), {**RESULT, "tool_call_id": "x"}]}, "answers the call 'x'"),
     ({"messages": [QUESTION, called("{"), RESULT]}, "messages[1]: the arguments of calculator are no JSON"),
     ({"messages": [QUESTION, called("[]"), RESULT]}, "the arguments of calculator are no JSON object"),
+    ({"messages": [QUESTION, called(DEEP), RESULT]}, "calculator: lists and objects are nested more than 50 deep"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.user.content"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0: role 'wizard' is not supported; 'system', "),
     ({"messages": [QUESTION], "logprobs": True, "top_logprobs": 5}, "top_logprobs: the engine reports"),
     ({"messages": [QUESTION], "functions": []}, "functions: this is the API before 2024"),
     ({"messages": [QUESTION], "n": 0}, "n: Input should be greater than or equal to 1"),
@@ -523,6 +525,12 @@ async def test_a_schema_of_another_draft_than_it_names_is_refused(named: Any):
         ("/v1/responses", {"input": [{"type": []}]}, "items of type [] are not supported"),
         ("/v1/responses", {"input": [{"type": None, "role": "user"}]}, "input[0].content: Field required"),
         ("/v1/responses", {"input": [{"role": "user"}]}, "input[0].content: Field required"),
+        ("/v1/responses", {"input": [{}]}, "input[0].role: Field required"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}], "max_tokens": 5},
+            "messages.0.content.0: type 'image' is not supported; 'text', ",
+        ),
         ("/v1/responses", {"input": "x", "background": True}, "background"),
     ],
 )

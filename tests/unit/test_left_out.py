@@ -371,6 +371,11 @@ def test_parts_that_no_template_could_write_are_refused(message, problem):
         chat_of(template()).training_sequences([USER, message], None)
 
 
+def test_a_conversation_that_the_assistant_begins_is_refused_with_how_one_begins():
+    with pytest.raises(ValueError, match=r"messages\[0\] is the assistant's; .* begins with a user or system message"):
+        chat_of(template()).training_sequences([ANSWER, USER, ANSWER], None)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A model whose template drops system messages, and writes calls that SGLang's parser reads."""

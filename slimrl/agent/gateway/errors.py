@@ -1,6 +1,7 @@
 """What the gateway refuses, as each API says it: a status, a code that clients know, and a reason."""
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 
 class ApiError(Exception):
@@ -31,11 +32,20 @@ def refused(message: str, code: str | None = None) -> ApiError:
 
 def refused_body(error: ValidationError) -> ApiError:
     """A body with fields that are missing, or of another form."""
-    problems = [
-        f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}"
-        for problem in error.errors(include_url=False, include_input=False)
-    ]
-    return refused("; ".join(problems[:3]))
+    problems = error.errors(include_url=False, include_input=False)
+    if unknown := [_unknown_kind(one) for one in problems if one["type"] == "union_tag_invalid"]:
+        # The other problems say of each form that the value might have had that it has another.
+        return refused("; ".join(unknown[:3]))
+    said = [f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in problems]
+    return refused("; ".join(said[:3]))
+
+
+def _unknown_kind(problem: ErrorDetails) -> str:
+    """What is wrong with an object whose `type` or `role` is none that the API has here."""
+    path = ".".join(str(one) for one in problem["loc"] if "[" not in str(one))
+    told = problem["ctx"]
+    key = told["discriminator"].strip("'")
+    return f"{path}: {key} {told['tag']!r} is not supported; {told['expected_tags']} are"
 
 
 OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 502: "server_error"}

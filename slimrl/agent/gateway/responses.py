@@ -219,7 +219,7 @@ def _messages(items: list[dict[str, Any]], replies: Mapping[str, Reply]) -> list
 def _item(value: dict[str, Any], where: str) -> Item:
     kind = value.get("type")
     if kind is None:
-        kind = "item_reference" if value.keys() <= {"type", "id"} else "message"
+        kind = "item_reference" if "id" in value and value.keys() <= {"type", "id"} else "message"
     if not isinstance(kind, str) or kind not in ITEMS:
         raise refused(f"{where}: items of type {kind!r} are not supported", "unsupported_parameter")
     try:
