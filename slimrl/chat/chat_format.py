@@ -236,7 +236,7 @@ class ChatFormat:
         if (marked := self.template.marked(messages, schemas)) is not None:
             if not any(marked[1]):
                 raise ValueError("the chat template marks nothing of it as the assistant's")
-            self._whole.require_marked(messages, schemas)
+            self._whole.require_marked(messages, schemas, marked)
             self.prompt(messages, schemas, whole=True)
             return [marked]
         sequences: list[_Sequence] = []

@@ -5,7 +5,7 @@ from functools import cached_property, partial
 
 from slimrl.chat.left_out import LeftOut, Write
 from slimrl.chat.parts import TOOL, Part, said_parts, tool_parts
-from slimrl.chat.template import PROBE_TOOL, ChatTemplate, Messages, Schemas
+from slimrl.chat.template import PROBE_TOOL, ChatTemplate, Marked, Messages, Schemas
 
 
 class Completeness:
@@ -20,7 +20,7 @@ class Completeness:
         self._prompts = LeftOut(write, _told)
         self._contexts = LeftOut(write, _told_last)
         self._turns = LeftOut(written_turn, lambda messages, _: said_parts(messages[-1]))
-        self._marked = LeftOut(self._learned, _said)
+        self._marked = LeftOut(self._write_learned, _said)
 
     def require_prompt(self, messages: Messages, schemas: Schemas, text: str) -> None:
         """Raises ValueError if a part of the messages or tools is missing from the text of their prompt."""
@@ -34,13 +34,16 @@ class Completeness:
         """Raises ValueError if a part of the last message is missing from the text of the turn."""
         self._refuse(self._turns.of(messages, schemas, text))
 
-    def require_marked(self, messages: Messages, schemas: Schemas) -> None:
+    def require_marked(self, messages: Messages, schemas: Schemas, marked: Marked) -> None:
         """Raises ValueError if a part of an assistant's message is not among what the template marks as its."""
-        self._refuse(self._marked.of(messages, schemas, self._learned(messages, schemas)))
+        self._refuse(self._marked.of(messages, schemas, self._learned(marked)))
 
-    def _learned(self, messages: Messages, schemas: Schemas) -> str:
+    def _write_learned(self, messages: Messages, schemas: Schemas) -> str:
         marked = self._template.marked(messages, schemas)
         assert marked is not None
+        return self._learned(marked)
+
+    def _learned(self, marked: Marked) -> str:
         return self._template.decode([token for token, learned in zip(*marked, strict=True) if learned])
 
     def _refuse(self, left_out: Sequence[str]) -> None:

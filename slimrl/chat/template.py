@@ -18,6 +18,8 @@ from slimrl.data.strict_json import strict_json
 
 Messages = Sequence[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]] | None
+Marked = tuple[list[int], list[bool]]
+"""Tokens, and whether each is the assistant's"""
 
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -106,7 +108,7 @@ class ChatTemplate:
         """
         return self._apply(self._as_taken(messages), schemas, add_generation_prompt=generate, tokenize=False)
 
-    def marked(self, messages: Messages, schemas: Schemas) -> tuple[list[int], list[bool]] | None:
+    def marked(self, messages: Messages, schemas: Schemas) -> Marked | None:
         """(tokens, mask) of a conversation by the template's `{% generation %}` marks; None if it has none.
 
         The mask is true on what the template marks as the assistant's.

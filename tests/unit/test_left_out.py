@@ -447,6 +447,16 @@ def test_marks_that_leave_a_part_of_a_turn_out_are_refused(changed, row, problem
     assert learned(chat_of(template(**MARKED)), [USER, ANSWER]) == ANSWER["content"]
 
 
+def test_a_conversation_is_tokenized_by_marks_once(monkeypatch):
+    chat = chat_of(template(**MARKED))
+    seen, marked = [], chat.template.marked
+    monkeypatch.setattr(
+        chat.template, "marked", lambda messages, tools: seen.append(messages) or marked(messages, tools)
+    )
+    assert learned(chat, [USER, ANSWER]) == ANSWER["content"]
+    assert seen.count([USER, ANSWER]) == 1
+
+
 def test_the_row_of_the_page_on_data_is_learned_whole(tmp_path):
     (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": SHOWN_BY_THE_PAGE, "tools": [CALCULATOR]}))
     (row,) = read_conversations(tmp_path / "sft.jsonl")
