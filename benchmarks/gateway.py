@@ -77,7 +77,8 @@ class WaitingEngine(Engine):
 
 def chat_of(model: Path) -> ChatFormat:
     tokenizer = load_tokenizer(model)
-    return ChatFormat(ChatTemplate(tokenizer), stop_token_ids(model, tokenizer))
+    template = ChatTemplate(tokenizer)
+    return ChatFormat(template, stop_token_ids(model, tokenizer, template.reserved))
 
 
 def runner_of(engine: Engine, chat: ChatFormat, agent: Callable[..., Any]) -> GatewayRunner:

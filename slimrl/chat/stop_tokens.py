@@ -1,16 +1,18 @@
 """The tokens that end a turn of a model, from the files beside its weights."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from slimrl.chat.reserved import reserved_tokens
 
-
-def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, reserved: Mapping[str, int]) -> tuple[int, ...]:
     """`eos_token_id` of generation_config.json, else of config.json, else the tokenizer's.
+
+    Args:
+        reserved: text and id of the tokenizer's reserved tokens.
 
     Raises:
         ValueError: none of them names one, or one is no token of the tokenizer.
@@ -22,14 +24,17 @@ def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[in
     ):
         if ids is not None:
             try:
-                return checked_stop_tokens(ids, tokenizer)
+                return checked_stop_tokens(ids, tokenizer, reserved)
             except ValueError as error:
                 raise ValueError(f"eos_token_id of {name}: {error}") from error
     raise ValueError("neither generation_config.json, config.json nor the tokenizer has an eos_token_id")
 
 
-def checked_stop_tokens(ids: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def checked_stop_tokens(ids: Any, tokenizer: PreTrainedTokenizerBase, reserved: Mapping[str, int]) -> tuple[int, ...]:
     """The ids of one token or a list of them.
+
+    Args:
+        reserved: text and id of the tokenizer's reserved tokens.
 
     Raises:
         ValueError: there are none, or one is no reserved token of the tokenizer.
@@ -38,8 +43,8 @@ def checked_stop_tokens(ids: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[i
     wrong = [one for one in listed if not isinstance(one, int) or not 0 <= one < len(tokenizer)]
     if wrong or not listed:
         raise ValueError(f"{wrong or ids!r}: names no token; the tokenizer's ids are 0 to {len(tokenizer) - 1}")
-    reserved = {*tokenizer.added_tokens_decoder, *reserved_tokens(tokenizer).values()}
-    if unreserved := [one for one in listed if one not in reserved]:
+    known = {*tokenizer.added_tokens_decoder, *reserved.values()}
+    if unreserved := [one for one in listed if one not in known]:
         # Others are split and merged with what stands around them.
         text = tokenizer.decode(unreserved[:1])
         raise ValueError(f"{unreserved[0]}: is {text!r}, ordinary text that an answer may hold, no reserved token")

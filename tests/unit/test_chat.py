@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from slimrl.agent.calculator import calculator
 from slimrl.agent.tools import make_tool
 from slimrl.chat.chat_format import CallName, ChatFormat, tool_results
+from slimrl.chat.reserved import reserved_tokens
 from slimrl.chat.stop_tokens import stop_token_ids
 from slimrl.chat.template import ChatTemplate
 from slimrl.chat.tokenizer import load_tokenizer
@@ -241,14 +242,14 @@ def test_a_tokenizer_without_template_is_refused():
 def test_a_turn_ends_where_generation_config_then_config_then_the_tokenizer_says(tmp_path, tokenizer, files, expected):
     for name, ids in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": ids}))
-    assert stop_token_ids(tmp_path, tokenizer) == expected
+    assert stop_token_ids(tmp_path, tokenizer, reserved_tokens(tokenizer)) == expected
 
 
 @pytest.mark.parametrize("ids", [100_000, [1, -1], ["<|im_end|>"], []])
 def test_a_stop_token_that_the_tokenizer_lacks_is_refused(tmp_path, tokenizer, ids):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(ValueError, match=r"eos_token_id of config\.json: .*; the tokenizer's ids are 0 to \d+"):
-        stop_token_ids(tmp_path, tokenizer)
+        stop_token_ids(tmp_path, tokenizer, reserved_tokens(tokenizer))
 
 
 CODE = '''
@@ -298,7 +299,7 @@ def test_a_tokenizer_with_code_of_its_own_is_run_if_it_is_trusted_and_named_if_n
     with pytest.raises(ValueError, match=r"it brings code of its own, which model\.trust_remote_code=true runs"):
         load_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path, trust_remote_code=True)
-    stops = stop_token_ids(tmp_path, tokenizer)
+    stops = stop_token_ids(tmp_path, tokenizer, reserved_tokens(tokenizer))
     assert stops == (len(tokenizer) - 1,)
     chat = ChatFormat(ChatTemplate(tokenizer), stops)
     assert chat.turn_text(chat.prompt([{"role": "user", "content": "Hi there"}], None).tokens) == "Hi there"

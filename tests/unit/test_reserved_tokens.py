@@ -72,11 +72,14 @@ def test_a_result_that_quotes_a_call_holds_no_marker(tokenizer):
     assert template.escape(words) == words
 
 
-def test_an_unlisted_reserved_token_may_end_a_turn_and_a_word_may_not(tokenizer):
+def test_an_unlisted_reserved_token_may_end_a_turn_and_a_word_may_not(tokenizer, monkeypatch):
     end = tokenizer.ids["[EOT]"]
-    assert checked_stop_tokens([end], tokenizer) == (end,)
+    reserved = ChatTemplate(tokenizer).reserved
+    # The whole vocabulary is looked through once, for the template.
+    monkeypatch.setattr(tokenizer, "get_vocab", None)
+    assert checked_stop_tokens([end], tokenizer, reserved) == (end,)
     with pytest.raises(ValueError, match="ordinary text that an answer may hold"):
-        checked_stop_tokens([tokenizer.ids["ab"]], tokenizer)
+        checked_stop_tokens([tokenizer.ids["ab"]], tokenizer, reserved)
 
 
 def test_a_tokenizer_that_lists_all_has_no_others():

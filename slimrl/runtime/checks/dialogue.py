@@ -72,7 +72,10 @@ def load_chat_format(loaded: LoadedRecipe) -> ChatFormat:
         template.require_words()
         given = recipe.agent.stop_token_ids
         key = "model.path" if given is None else "agent.stop_token_ids"
-        stops = stop_token_ids(folder, tokenizer) if given is None else checked_stop_tokens(given, tokenizer)
+        if given is None:
+            stops = stop_token_ids(folder, tokenizer, template.reserved)
+        else:
+            stops = checked_stop_tokens(given, tokenizer, template.reserved)
         chat = ChatFormat(template, stops)
         chat.require_ends()
     except OSError as error:
