@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import jsonschema
-from referencing import Registry
-
+from slimrl.agent.call_schemas import CallSchemas
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
-from slimrl.agent.schema_draft import draft_of, without_unread_patterns
 from slimrl.data.jsonl import refuse_unwritable
 
 NOT_OPENED, NOT_CLOSED = "malformed tool call: nothing opened it", "malformed tool call: not closed"
@@ -117,15 +114,7 @@ class SGLangParser:
         self._name = name
         self._sglang = _function_calls()
         self._tools = [self._sglang.Tool(**schema) for schema in schemas]
-        self._parameters = {}
-        for function in (schema["function"] for schema in schemas):
-            parameters = function.get("parameters") or {}
-            try:
-                draft = draft_of(parameters)
-            except ValueError as error:
-                raise ValueError(f"the parameters of {function['name']} are no JSON schema: {error}") from error
-            # With a registry of its own, since by default it downloads what a schema refers to.
-            self._parameters[function["name"]] = draft(without_unread_patterns(parameters), registry=Registry())
+        self._schemas = CallSchemas(schemas)
         try:
             self._parser()
         except ValueError as error:
@@ -192,20 +181,16 @@ class SGLangParser:
     def _judged(self, name: str, text: str, call_id: str = "") -> ToolCall | MalformedCall:
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             return MalformedCall(problem=UNREADABLE)
-        if name not in self._parameters:
-            known = ", ".join(self._parameters) or "none"
-            return MalformedCall(problem=f"unknown tool {name}; known: {known}")
+        if problem := self._schemas.unknown_tool(name):
+            return MalformedCall(problem=problem)
         try:
             arguments = json.loads(text)
             refuse_unwritable(arguments)
-            error = jsonschema.exceptions.best_match(self._parameters[name].iter_errors(arguments))
+            problem = self._schemas.wrong_arguments(name, arguments)
         except (ValueError, RecursionError):
             return MalformedCall(problem=UNREADABLE, name=name)
-        if error is not None:
-            where = ".".join(map(str, error.absolute_path)) or "arguments"
-            return MalformedCall(problem=f"malformed tool call: {where}: {error.message}", name=name)
-        if not isinstance(arguments, dict):
-            return MalformedCall(problem="malformed tool call: arguments are no object", name=name)
+        if problem is not None:
+            return MalformedCall(problem=problem, name=name)
         return ToolCall(name=name, arguments=arguments, id=call_id)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slimrl.agent.call_schemas import refuse_wrong_calls
 from slimrl.algorithms.objective import cross_entropy
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.config.load import LoadedRecipe
@@ -49,6 +50,7 @@ def _read_file(path: Path, recipe: Recipe, chat: ChatFormat) -> list[Segment]:
     examples, problems = [], []
     for conversation in read_conversations(path, recipe.data.keys):
         try:
+            refuse_wrong_calls(conversation.messages, conversation.tools)
             sequences = chat.training_sequences(conversation.messages, conversation.tools)
         except ValueError as error:
             problems.append(f"{conversation.source}: {error}")

@@ -173,6 +173,22 @@ def test_supervised_training_refuses_tools_that_are_not_shown_by_line_and_shows_
     assert lengths[1] > lengths[0] + 100
 
 
+def test_supervised_training_refuses_calls_that_the_tools_of_their_row_refuse_by_line(folder, tmp_path):
+    calls = [{"expression": "1 + 1"}, {"expresion": "1 + 1"}, {"expression": 2}]
+    data = tmp_path / "sft.jsonl"
+    rows = [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "calculator", "arguments": arguments}}]}], "tools": [CALCULATOR]}
+        for arguments in calls]  # fmt: skip
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"model.path={folder}", f"data.train={data}", "agent.tool_prompt=deepseek_v3"]
+    with pytest.raises(RecipeError) as caught:
+        read_examples(load_recipe(RECIPES / "tiny_moe" / "sft.yaml", given, "sft"))
+    said = str(caught.value)
+    assert f"{data}:1:" not in said
+    assert f"{data}:2: messages[1].tool_calls[0] of calculator: malformed tool call" in said
+    assert f"{data}:3: messages[1].tool_calls[0] of calculator: malformed tool call: expression: 2 is not of" in said
+
+
 def test_no_dialogue_has_tools_that_are_not_shown():
     """Whoever brings them: an environment, an agent behind the gateway, a sub-agent."""
     dialogues = Dialogues(chat_with(""), lambda schemas: make_parser("qwen25", schemas), stop_at_call=True)

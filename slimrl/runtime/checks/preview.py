@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from slimrl.agent.call_schemas import refuse_wrong_calls
 from slimrl.agent.preview import preview_episode, preview_example
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolsUnavailable
@@ -35,6 +36,7 @@ async def preview(loaded: LoadedRecipe) -> Preview:
         if loaded.command == "sft":
             chat = load_chat_format(loaded)
             conversation = read_conversations(data, recipe.data.keys)[0]
+            refuse_wrong_calls(conversation.messages, conversation.tools)
             sequences = chat.training_sequences(conversation.messages, conversation.tools)
             return Preview(
                 stop_token_ids=chat.stop_token_ids,
