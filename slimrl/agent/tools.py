@@ -27,6 +27,7 @@ from slimrl.agent.supplied import Supplied
 from slimrl.agent.tool_answer import answer_text
 from slimrl.agent.tool_schema import tool_schema
 from slimrl.data.import_path import parameters_of_type, resolve
+from slimrl.data.rows import BrokenRows
 from slimrl.data.threads import ReusedThreads, reportable
 from slimrl.data.trajectory import Prompt
 
@@ -190,8 +191,16 @@ def _refuse_open_parameters(function: Callable[..., Any]) -> None:
 
 
 def tools_of(paths: Sequence[str], arguments: Mapping[str, Any] | None = None) -> list[Tool]:
-    """Raises ValueError: a path names no function, or a function is not fit for a tool."""
-    return [make_tool(resolve(path), arguments) for path in paths]
+    """Raises ValueError: paths name no functions, or functions are not fit for tools; names all of them."""
+    tools, problems = [], []
+    for path in paths:
+        try:
+            tools.append(make_tool(resolve(path), arguments))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise BrokenRows(problems, "tools")
+    return tools
 
 
 def check_arguments(tools: Sequence[Tool], arguments: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.keys import NAME, schema_key
 from slimrl.config.load import is_needed
+from slimrl.config.modules import hidden_file, hidden_text, near_module
 from slimrl.config.problems import Violation, suggestion, syntax_text
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema.recipe import Recipe
@@ -59,6 +60,10 @@ def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
             yield key, f"{path}: no module {module}."
             continue
         try:
+            own = hidden_file(module, folder_or_file)
+            if own and name in (_defined_names(own) or ()):
+                yield key, f"{path}: {hidden_text(own)}"
+                continue
             names = _defined_names(folder_or_file) if folder_or_file else None
         except SyntaxError as error:
             yield key, f"{path}: {syntax_text(error)}"
@@ -110,7 +115,7 @@ def absent_modules(recipe: Recipe, command: str) -> Iterator[Violation]:
     """Modules that are not on this machine."""
     for key, path, module, _ in _import_paths(recipe, command):
         if _find(module) is None and not module.endswith(FILE_END):
-            yield key, f"{path}: no module {module}."
+            yield key, f"{path}: no module {module}.{near_module(module)}"
 
 
 def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str, str]]:

@@ -3,8 +3,10 @@
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from slimrl.config.modules import hidden_file, hidden_text, near_module
 from slimrl.config.problems import suggestion, syntax_text
 
 
@@ -36,12 +38,15 @@ def resolve(path: str, *, classes: bool = False, arguments: Sequence[str] = ()) 
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
-        raise ValueError(f"{path}: no module {error.name}") from error
+        meant = near_module(module_name)
+        raise ValueError(f"{path}: no module {error.name}{'.' if meant else ''}{meant}") from error
     except SyntaxError as error:
         raise ValueError(f"{path}: {syntax_text(error)}") from error
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
+            if own := hidden_file(module_name, Path(getattr(module, "__file__", ""))):
+                raise ValueError(f"{path}: {hidden_text(own)}")
             public = [one for one in dir(value) if not one.startswith("_") and callable(getattr(value, one))]
             raise ValueError(f"{path}: {module_name} has no {name}.{suggestion(part, public)}")
         value = getattr(value, part)
