@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.rows import parse_rows
+from slimrl.data.rows import WrongFileKind, parse_rows
 from slimrl.data.strict_json import strict_json
 
 GZIP = ".gz"
 BOM = "\ufeff"
 """Byte order mark, which some programs write at the beginning of a file."""
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson", "")
+READ = "What can be read is a file .parquet, or .jsonl (also .jsonl.gz), which has one JSON object in each line"
 MAX_DEPTH = 100
 """Nesting of lists and objects in one line, limited because code that walks through a value is recursive."""
 
@@ -35,7 +37,7 @@ def read_jsonl[T](path: Path, parse: Callable[[dict[str, Any], int], T], *, fini
     try:
         with gzip.open(path) if path.suffix == GZIP else path.open("rb") as file:
             lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-            return parse_rows(path, lines, lambda line, number: parse(_object(line, finite), number))
+            return parse_rows(path, lines, lambda line, number: parse(_object(line, finite, path, number), number))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file: {error}") from error
 
@@ -45,7 +47,7 @@ def data_stem(path: Path) -> str:
     return Path(path.name.removesuffix(GZIP)).stem
 
 
-def _object(line: bytes, finite: bool) -> dict[str, Any]:
+def _object(line: bytes, finite: bool, path: Path, number: int) -> dict[str, Any]:
     try:
         text = line.decode().removeprefix(BOM).rstrip()
     except UnicodeDecodeError as error:
@@ -53,6 +55,8 @@ def _object(line: bytes, finite: bool) -> dict[str, Any]:
     try:
         value = strict_json(text, finite=finite)
     except json.JSONDecodeError as error:
+        if number == 1 and (kind := _other_kind(path, text)):
+            raise WrongFileKind(f"{kind}. {READ}") from error
         place = ", the line's end" if error.pos == len(text) else ""
         raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{place}") from error
     except RecursionError as error:
@@ -64,6 +68,14 @@ def _object(line: bytes, finite: bool) -> dict[str, Any]:
     if "\\u" in text:
         _refuse_surrogates(value)
     return value
+
+
+def _other_kind(path: Path, first_line: str) -> str | None:
+    """What a file is whose first line is not JSON, if its ending or that line tells."""
+    ending = Path(path.name.removesuffix(GZIP)).suffix
+    if ending not in JSON_ENDINGS:
+        return f"not JSON: this is a file {ending}"
+    return "this is a JSON array over several lines" if first_line.startswith("[") else None
 
 
 def _too_deep(most: int) -> str:

@@ -244,6 +244,21 @@ def test_twenty_broken_lines_are_all_shown_and_one_stands_alone(tmp_path):
         assert (lines[-1] == "and 1 more") is (count == 21)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("math.csv", "prompt,label\nq,1\nr,2\n", "not JSON: this is a file .csv"),
+        ("math.json", '[\n  {"prompt": "q", "label": 1}\n]\n', "this is a JSON array over several lines"),
+    ],
+)
+def test_a_file_of_another_format_is_named_once_with_what_can_be_read(tmp_path, name, text, kind):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"\.jsonl \(also \.jsonl\.gz\)") as caught:
+        read_prompts(tmp_path / name)
+    assert str(caught.value).startswith(f"{tmp_path / name}:1: {kind}. What can be read is a file .parquet")
+    assert "\n" not in str(caught.value)
+
+
 def test_a_file_of_the_other_kind_is_called_what_it_is_and_said_once(tmp_path):
     question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     conversations = write(tmp_path / "sft.jsonl", *[{"messages": [question, answer]}] * 30)
