@@ -1,10 +1,13 @@
 """Goes through the rows of a data file, and names every broken one in one error."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 MAX_SHOWN = 20
 """Broken rows that an error lists; the others are counted."""
+MAX_ALIKE = 3
+"""Rows with the same problem that are listed one by one."""
 
 
 class BrokenRows(ValueError):
@@ -50,10 +53,26 @@ def parse_rows[R, T](
 
 
 def summary(broken: Sequence[str], noun: str = "lines") -> str:
-    """The number of problems and the first of them, one per line; a single one alone."""
+    """The number of problems and the first of them, one per line; a single one alone. Of problems that more than
+    MAX_ALIKE rows share, but for numbers in them, the first stands for all."""
     if len(broken) == 1:
         return broken[0]
-    lines = [f"{len(broken)} broken {noun}:", *broken[:MAX_SHOWN]]
-    if len(broken) > MAX_SHOWN:
-        lines.append(f"and {len(broken) - MAX_SHOWN} more")
+    alike: dict[str, list[str]] = {}
+    for problem in broken:
+        alike.setdefault(_cause(problem), []).append(problem)
+    shown = []
+    for problem in broken:
+        same = alike[_cause(problem)]
+        if len(same) <= MAX_ALIKE:
+            shown.append((problem, 1))
+        elif problem is same[0]:
+            shown.append((f"{problem} (so in {len(same)} {noun}, of which this is the first)", len(same)))
+    lines = [f"{len(broken)} broken {noun}:", *(text for text, _ in shown[:MAX_SHOWN])]
+    if len(shown) > MAX_SHOWN:
+        lines.append(f"and {sum(count for _, count in shown[MAX_SHOWN:])} more")
     return "\n".join(lines)
+
+
+def _cause(problem: str) -> str:
+    """A problem without its place and its numbers."""
+    return re.sub(r"\d+", "0", re.sub(r"^.*?:\d+: ", "", problem))

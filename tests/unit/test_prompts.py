@@ -6,6 +6,7 @@ import re
 import pytest
 
 from slimrl.data.prompts import Sampler, read_conversations, read_prompts
+from slimrl.data.rows import BrokenRows
 
 
 def write(path, *lines):
@@ -63,7 +64,7 @@ def test_every_broken_line_is_named_in_one_error(tmp_path):
 
 
 def test_no_more_than_twenty_broken_lines_are_shown_and_the_rest_is_counted(tmp_path):
-    path = write(tmp_path / "p.jsonl", *["{"] * 33)
+    path = write(tmp_path / "p.jsonl", *({"k" * number: 1} for number in range(1, 34)))
     with pytest.raises(ValueError, match=r"^33 broken lines:\n") as caught:
         read_prompts(path)
     lines = str(caught.value).splitlines()
@@ -237,11 +238,32 @@ def test_values_may_be_a_hundred_deep_in_each_other_and_no_deeper(tmp_path):
 
 def test_twenty_broken_lines_are_all_shown_and_one_stands_alone(tmp_path):
     for count in (1, 20, 21):
-        with pytest.raises(ValueError, match="not JSON") as caught:
-            read_prompts(write(tmp_path / "p.jsonl", *["{"] * count))
+        with pytest.raises(ValueError, match="unknown key k") as caught:
+            read_prompts(write(tmp_path / "p.jsonl", *({"k" * number: 1} for number in range(1, count + 1))))
         lines = str(caught.value).splitlines()
         assert len(lines) == {1: 1, 20: 21, 21: 22}[count]
         assert (lines[-1] == "and 1 more") is (count == 21)
+
+
+def test_a_problem_that_many_lines_share_is_said_once_with_their_number_and_the_first(tmp_path):
+    rows = [{"prompt": "q", "label": 1}, {"label": 1}, *[{"prompt": "q", "label": 1, "note": 1}] * 30]
+    path = write(tmp_path / "p.jsonl", *rows)
+    with pytest.raises(ValueError, match=r"^31 broken lines:\n") as caught:
+        read_prompts(path)
+    _, other, shared = str(caught.value).splitlines()
+    assert other.startswith(f"{path}:2: exactly one of")
+    assert shared.startswith(f"{path}:3: unknown key note; ")
+    assert shared.endswith(" (so in 30 lines, of which this is the first)")
+
+
+def test_problems_that_differ_in_numbers_alone_are_one_cause():
+    rows = [f"shop.jsonl:{line}: {200 + line} tokens leave no room to answer" for line in range(1, 21)]
+    said = str(BrokenRows(rows))
+    assert said.splitlines() == [
+        "20 broken lines:",
+        "shop.jsonl:1: 201 tokens leave no room to answer (so in 20 lines, of which this is the first)",
+    ]
+    assert str(BrokenRows(rows[:3])).splitlines() == ["3 broken lines:", *rows[:3]]
 
 
 @pytest.mark.parametrize(
