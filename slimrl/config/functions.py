@@ -16,7 +16,7 @@ from slimrl.config.modules import hidden_file, hidden_text, near_module
 from slimrl.config.problems import Violation, suggestion, syntax_text
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.signatures import NOT_CALLABLE, called_wrongly, is_judged, tool_problems
+from slimrl.config.signatures import NOT_CALLABLE, called_wrongly, is_judged, other_order, tool_problems
 
 NO_CLASS = {
     **dict.fromkeys(("agent.tools", f"agent.subagents.{NAME}.tools"), "A tool is a function."),
@@ -116,6 +116,19 @@ def absent_modules(recipe: Recipe, command: str) -> Iterator[Violation]:
     for key, path, module, _ in _import_paths(recipe, command):
         if _find(module) is None and not module.endswith(FILE_END):
             yield key, f"{path}: no module {module}.{near_module(module)}"
+
+
+def reward_warnings(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """Rewards that can be called, but whose parameters are named as if they got other values."""
+    for key, path, module, name in _import_paths(recipe, command):
+        places = CALLED_WITH.get(schema_key(key), ())
+        file = _find(module) if places[1:] == ("prompt",) else None
+        try:
+            names = (_defined_names(file) or {}) if file else {}
+        except SyntaxError:
+            continue  # which function_violations refuses
+        if name in names and (given := other_order(names[name])):
+            yield key, f"{path}: its parameters are ({given}), but it is called with ({', '.join(places)})."
 
 
 def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str, str]]:

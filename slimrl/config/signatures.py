@@ -21,6 +21,10 @@ NOT_CALLABLE: dict[type[ast.AST], str] = {
 """Expressions whose value nothing can call"""
 SUPPLIED = ("EpisodeInfo", "SandboxPool", "Supplies")
 """Annotations of parameters that the run gives"""
+NOT_FIRST = ("prompt", "prompts", "args")
+NOT_SECOND = ("trajectory", "trajectories", "sample", "samples", "completion", "completions", "response")
+"""Names that a reward's first or second parameter has if it was written the other way round, or for another program,
+as `(args, sample)` for slime and `(prompts, completions)` for TRL"""
 
 _KINDS = inspect._ParameterKind
 
@@ -45,6 +49,19 @@ def _class_called_wrongly(node: ast.ClassDef, places: Sequence[str], names: Mapp
         if parameters and (problem := _unbindable(parameters[1:], by_place, by_name)):
             return problem
     return None
+
+
+def other_order(node: ast.AST) -> str | None:
+    """The names of a reward's first two parameters, if they say that it expects other values than a trajectory and a
+    prompt, or these the other way round; None else."""
+    if isinstance(node, ast.ClassDef):
+        calls = [part for part in node.body if isinstance(part, FUNCTIONS) and part.name == "__call__"]
+        parameters = (_parameters(calls[0]) or [])[1:] if calls else []
+    else:
+        parameters = _parameters(node) or []
+    names = [each.name for each in parameters if each.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
+    wrong = any(name in others for name, others in zip(names, (NOT_FIRST, NOT_SECOND), strict=False))
+    return ", ".join(names[:2]) if wrong else None
 
 
 def tool_problems(node: ast.AST, fixed: Collection[str]) -> Iterator[str]:

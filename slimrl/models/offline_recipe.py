@@ -12,7 +12,7 @@ from typing import Any
 
 from slimrl.config.check import check_recipe, file_violations
 from slimrl.config.critic_rules import with_critic
-from slimrl.config.functions import absent_modules, function_violations
+from slimrl.config.functions import absent_modules, function_violations, reward_warnings
 from slimrl.config.load import SERVING, Command, LoadedRecipe, is_needed, read_recipe, trains
 from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.problems import Problem, RecipeError, Violation
@@ -81,6 +81,7 @@ def read_offline(
             problems.append(loaded.problem(key, message, warning=not files))
     problems += [loaded.problem(*violation) for violation in function_violations(loaded.recipe, command)]
     problems += [loaded.problem(*violation, warning=not files) for violation in absent_modules(loaded.recipe, command)]
+    problems += [loaded.problem(*violation, warning=True) for violation in reward_warnings(loaded.recipe, command)]
     hf_config, model = None, "not known here; nothing was checked against it"
     folder = Path(loaded.recipe.model.path)
     try:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from slimrl.config.functions import _defined_names, _find, absent_modules, function_violations
+from slimrl.config.functions import _defined_names, _find, absent_modules, function_violations, reward_warnings
 from slimrl.config.problems import fitting_text, multiples_text
 from slimrl.config.schema.agent import AgentConfig, SubagentConfig
 from slimrl.config.schema.recipe import Recipe
@@ -132,6 +132,28 @@ def test_each_setting_is_judged_where_the_command_needs_it(modules):
     recipe.agent.parser, recipe.agent.tools = "hermes", []
     recipe.reward.function, recipe.reward.group_filters = "???", []
     assert [*function_violations(recipe, "train"), *absent_modules(recipe, "train")] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "given"),
+    [
+        ("def r(prompt, trajectory): pass", "prompt, trajectory"),
+        ("async def r(args, sample, **kwargs): pass", "args, sample"),
+        ("def r(prompts, completions, **kwargs): pass", "prompts, completions"),
+        ("class r:\n    def __call__(self, prompt, trajectory): pass", "prompt, trajectory"),
+        ("r = lambda prompt, answer: 0", "prompt, answer"),
+        ("def r(trajectory, prompt): pass", None),
+        ("def r(sample, item): pass", None),
+        ("def r(*args): pass", None),
+        ("class r:\n    def __init__(self, prompt): pass\n    def __call__(self, trajectory, prompt): pass", None),
+        ("def r(:", None),
+    ],
+)
+def test_a_reward_whose_parameters_are_named_as_if_it_got_other_values_is_noted(modules, source, given):
+    modules(rewarding=source)
+    recipe = Recipe(reward=RewardConfig(function="rewarding:r"))
+    said = f"rewarding:r: its parameters are ({given}), but it is called with (trajectory, prompt)."
+    assert list(reward_warnings(recipe, "train")) == ([] if given is None else [("reward.function", said)])
 
 
 SOURCE = """
