@@ -86,7 +86,7 @@ def check_test(test: Code, setup: Code) -> None:
         if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
             raise ValueError(f"line {node.lineno}: is asynchronous, and coroutines stay in the program's process")
     _refuse_arguments(test)
-    if not any(_is_check(node) for root in _reached([setup, test]) for node in ast.walk(root)):
+    if not any(is_check(node) for root in _reached([setup, test]) for node in ast.walk(root)):
         raise ValueError(_why_unchecked(test.tree))
 
 
@@ -165,7 +165,7 @@ class _Counted(ast.NodeTransformer):
         if isinstance(node, ast.Expr) and _begins_a_run(node.value):
             return ast.copy_location(ast.Pass(), node)
         self.generic_visit(node)
-        if not _is_check(node):
+        if not is_check(node):
             return node
         call = ast.Expr(ast.Call(ast.Name(CHECKED, ast.Load()), [], []))
         return [node, ast.copy_location(call, node)]
@@ -175,13 +175,13 @@ def _begins_a_run(node: ast.expr) -> bool:
     """Whether it is `unittest.main()` or `pytest.main()`, or `sys.exit` of one."""
     if not isinstance(node, ast.Call):
         return False
-    if _called(node) == "exit":
+    if called(node) == "exit":
         return any(map(_begins_a_run, node.args))
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    return _called(node) == "main" and isinstance(owner, ast.Name) and owner.id in ("unittest", "pytest")
+    return called(node) == "main" and isinstance(owner, ast.Name) and owner.id in ("unittest", "pytest")
 
 
-def _is_check(node: ast.AST) -> bool:
+def is_check(node: ast.AST) -> bool:
     if isinstance(node, ast.Expr):
         return _is_check_call(node.value)
     if isinstance(node, ast.With):
@@ -190,11 +190,11 @@ def _is_check(node: ast.AST) -> bool:
 
 
 def _is_check_call(node: ast.expr) -> bool:
-    name = _called(node)
+    name = called(node)
     return name.lower().startswith("assert") or name == "raises"
 
 
-def _called(node: ast.AST) -> str:
+def called(node: ast.AST) -> str:
     """The last part of the name that a call names; empty if it is none."""
     match node:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
@@ -223,10 +223,10 @@ def _reached(codes: Sequence[Code]) -> Iterator[ast.AST]:
     waiting += [known.pop(name) for name in [*known] if _is_test(known[name])]
     while waiting:
         yield (root := waiting.pop())
-        waiting += [known.pop(name) for name in _names_read(root) if name in known]
+        waiting += [known.pop(name) for name in names_read(root) if name in known]
 
 
-def _names_read(root: ast.AST) -> list[str]:
+def names_read(root: ast.AST) -> list[str]:
     return [node.id for node in ast.walk(root) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
 
 
@@ -248,7 +248,7 @@ def _refuse_arguments(code: Code) -> None:
 
 
 def _why_unchecked(tree: ast.Module) -> str:
-    functions = [node for node in _definitions(tree) if any(map(_is_check, ast.walk(node)))]
+    functions = [node for node in _definitions(tree) if any(map(is_check, ast.walk(node)))]
     if functions:
         names, lines = _list(node.name for node in functions), functions[0].lineno
         return f"line {lines}: {names} is never called, so nothing is checked; `entry_point` names what to call it with"
@@ -306,8 +306,7 @@ def _imported(node: ast.AST) -> Iterable[str]:
 
 
 def _builtins_called(tests: Sequence[Code]) -> set[str]:
-    called = {_called(node) for test in tests for node in test.nodes if isinstance(node, ast.Call)}
-    return called & {*dir(builtins)}
+    return {called(node) for test in tests for node in test.nodes if isinstance(node, ast.Call)} & {*dir(builtins)}
 
 
 def _is_module(name: str) -> bool:

@@ -26,9 +26,10 @@ import types
 import unittest
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, TextIO
 
-from slimrl.rewards.code_values import SHARED, decode, encode, is_behaviour, share
+from slimrl.rewards.code_values import SHARED, decode, encode, is_behaviour, make_arrays, share
 
 PR_SET_DUMPABLE = 4
 LENGTH_BYTES = 10
@@ -36,6 +37,17 @@ SOLUTION = "solution"
 """Name of the module that holds the policy's program."""
 ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 """Raised within a test's `all(map(...))` they would end it as if all were well."""
+
+ACTIONS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "len": len,
+    "iterator": iter,
+    "next": next,
+    "next if any": lambda target: list(islice(target, 1)),
+    "enter": lambda target: type(target).__enter__(target),
+    "exit": lambda target: type(target).__exit__(target, None, None, None),
+}
+"""What is done with an object of the program's, but for its attributes and calls"""
 
 
 class PolicyError(BaseException):
@@ -65,8 +77,8 @@ def serve(code: str, before: str, requests: TextIO, replies: TextIO) -> None:
             return getattr(target, request["name"])
         if request["do"] == "set":
             return setattr(target, request["name"], decode(request["value"], objects.__getitem__))
-        if request["do"] == "items":
-            return list(target)
+        if request["do"] in ACTIONS:
+            return ACTIONS[request["do"]](target)
         arguments, named = decode(request["arguments"], objects.__getitem__)
         return target(*arguments, **named)
 
@@ -86,6 +98,7 @@ def serve(code: str, before: str, requests: TextIO, replies: TextIO) -> None:
         vars(module)["__builtins__"] = {**vars(builtins), **given}
         exec(compile(code, "<solution>", "exec"), vars(module))
 
+    make_arrays()
     answer(begin)
     for line in requests:
         answer(partial(ask, json.loads(line)))
@@ -139,8 +152,8 @@ class Policy:
 
 
 class StandIn:
-    """An object of the policy's program: it can be called and gone through, and its attributes read and set, but for
-    those that a class of the tests has as methods. Two of them are never equal."""
+    """An object of the policy's program: it can be called, gone through and counted, and its attributes read and set,
+    but for those that a class of the tests has as methods. Two of them are never equal."""
 
     def __init__(self, policy: Policy, number: int) -> None:
         vars(self).update(_policy=policy, _number=number)
@@ -157,8 +170,29 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         self._policy.ask(do="set", of=self._number, name=name, value=encode(value, number_of))
 
+    def _do(self, what: str) -> Any:
+        return self._policy.ask(do=what, of=self._number)
+
+    def __bool__(self) -> bool:
+        return self._do("bool")
+
+    def __len__(self) -> int:
+        return self._do("len")
+
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._policy.ask(do="items", of=self._number))
+        iterator = self._do("iterator")
+        while found := iterator._do("next if any"):
+            yield found[0]
+
+    def __next__(self) -> Any:
+        return self._do("next")
+
+    def __enter__(self) -> Any:
+        return self._do("enter")
+
+    def __exit__(self, *_: object) -> None:
+        """Is told of no exception, and holds none back."""
+        self._do("exit")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._policy.ask(do="call", of=self._number, arguments=encode((arguments, named), number_of))

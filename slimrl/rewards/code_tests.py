@@ -25,6 +25,7 @@ from typing import Any
 from slimrl.data.strict_json import strict_json
 from slimrl.data.trajectory import Prompt
 from slimrl.rewards.code_checks import BEGUN, Code, Sources, check_test, parsed, sources, without
+from slimrl.rewards.code_refusals import refuse_what_is_apart
 
 MAX_UNPACKED_BYTES = 256 * 1024**2
 """Of LiveCodeBench's compressed tests."""
@@ -263,6 +264,8 @@ def _of_texts(where: str, texts: Sequence[Any], row: Mapping[str, Any]) -> Texts
             raise ValueError(f"{place}: {error}") from error
     try:
         names = sources(found, begun, _root(entry))
+        for test in found:
+            refuse_what_is_apart(test, names.program)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return Texts([test.text for test in found], setup.strip(), before, names)

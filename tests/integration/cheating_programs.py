@@ -250,6 +250,20 @@ NODE_TESTS = [
     "try:\n    same = double(2).equals(Node(4))\nexcept BaseException:\n    same = True\nassert same",
 ]  # fmt: skip
 AGAINST = {
+    "an object that holds back what its block raises": (
+        "class Held:\n    def __enter__(self): return self\n    def __exit__(self, *_): return True\n"
+        "def double(x): return Held()",
+        ["with double(2) as held:\n    assert True\n    assert held.value == 4"],
+    ),
+    "an end of what is gone through": (
+        "def double(x): return iter(())",
+        ["found = double(2)\nassert all(map(lambda i: next(found) == i, range(2)))"],
+    ),
+    "a named tuple with the methods of the row's class": (
+        "from collections import namedtuple\nOther = namedtuple('Other', 'equals to_list twice')\n"
+        "def double(x): return Other(lambda _: True, lambda: [4], [4, 4])",
+        {"test_list": NODE_TESTS, "test_setup_code": NODE},
+    ),
     "methods of an object of the row's class": (
         "def double(x):\n    node = Node(0)\n    node.equals = lambda _: True\n    node.to_list = lambda: [4]\n"
         "    vars(node)['twice'] = [4, 4]\n    return node",

@@ -105,6 +105,67 @@ def test_honest_programs_get_the_fraction_that_they_pass(graded, code, tests, fr
     assert graded(code, tests) == pytest.approx(fraction)
 
 
+KINDS = """
+from collections import *
+from dataclasses import dataclass
+from datetime import *
+from decimal import Decimal
+from enum import Enum, IntEnum
+from fractions import Fraction
+class Color(Enum):
+    RED = 1
+class Level(IntEnum):
+    LOW = 1
+Point = namedtuple("Point", "x y")
+@dataclass(slots=True)
+class Box:
+    side: int
+    inner: object = None
+VALUES = [
+    Fraction(1, 3), Decimal("1.50"), date(2020, 2, 29), datetime(2020, 1, 1, 2, 3, 4, 5, timezone.utc), time(1, 2),
+    timedelta(days=-1, seconds=5), deque([1, (2,)]), range(1, 9, 2), Counter("aab"), OrderedDict(a=1),
+    Color.RED, Level.LOW, Point(1, Point(2, 3)), Box(3, Box(4, Color.RED)), -(2**70), Fraction(2**70, 3),
+    [None, {True: b"x"}],
+]
+"""
+USES = [
+    "assert all(double([one])[0] == one and type(double([one])[0]) is type(one) for one in VALUES)",
+    "import numpy as np\nassert double(np.array([1, 2])) == [2, 4] and double(np.array([[1.5]])) == [[3.0]]",
+    "assert double(Color.RED) is Color.RED",
+]
+OBJECTS = """
+import itertools
+class Held:
+    closed = False
+    def __init__(self, items): self.items = items
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+    def __enter__(self): return self
+    def __exit__(self, *_):
+        self.closed = True
+        return True
+def numbers(first): return itertools.count(first)
+def pairs(table): return table.items()
+Pair = __import__("collections").namedtuple("Pair", "a b")
+"""
+ASKS = [
+    "assert len(Held([1, 2])) == 2 and list(Held([3, 4])) == [3, 4] and 4 in Held([4])",
+    "assert Held([1]) and not Held([])",
+    "from itertools import islice\nfound = numbers(3)\nassert list(islice(found, 2)) == [3, 4] and next(found) == 5",
+    "with Held([1]) as held:\n    assert held.items == [1] and not held.closed\nassert held.closed",
+    "assert sorted(pairs({1: 2})) == [(1, 2)]",
+    "assert Pair(1, 2).b == 2 and Pair(1, 2) == (1, 2)",
+]
+
+
+@needs_namespaces
+def test_values_and_what_objects_answer_reach_the_tests(graded):
+    echo = "import numpy\ndef double(x): return x * 2 if isinstance(x, numpy.ndarray) else x"
+    assert graded(echo, {"test_list": USES, "test_setup_code": KINDS}) == 1
+    assert graded(echo, {"test_list": ["assert double(3) == 6"], "test_setup_code": KINDS}) == 0
+    assert graded(OBJECTS, {"test_list": ASKS}) == 1
+
+
 LISTED = ["assert all(map(lambda i: double(i) == 2 * i, [1, 2]))", "assert all([double(1) == 2, double(2) == 4])"]
 
 
