@@ -28,7 +28,7 @@ def meant_key(key: str) -> str | None:
         return meant and meant.replace(schema_key(chosen), chosen)
     alias = alias_of(key)
     if alias is not None:
-        return f"critic.{alias}" if key.startswith("critic.trainer.") and alias.startswith("trainer.") else alias
+        return f"critic.{alias}" if key.startswith("critic.") and alias.startswith("trainer.") else alias
     parent, _, name = key.rpartition(".")
     if same := _of_same_name(key, name):
         return same

@@ -48,6 +48,7 @@ def test_no_alias_is_a_name_of_ours():
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.engine_tp"),
         ("teacher.tp_size", "teacher.engine_tp"),
         ("critic.trainer.tp", "critic.trainer.parallel.tensor"),
+        ("critic.learning_rate", "critic.trainer.optimizer.lr"),
         ("critic.trainer.lr", "critic.trainer.optimizer.lr"),
         ("actor_rollout_ref.actor.optim.lr", "trainer.optimizer.lr"),
         ("trainer.optimizer.warmup_steps", "trainer.optimizer.warmup_updates"),
