@@ -205,4 +205,6 @@ def _same_word(printed: str, expected: str) -> bool:
     ours, theirs = Decimal(printed), Decimal(expected)
     if ours == theirs or not set(expected) & set(".eE"):
         return ours == theirs
-    return abs(ours - theirs) <= ABSOLUTE + RELATIVE * abs(theirs)
+    # Of whole numbers, however they are written, the next one is never near.
+    size = min(abs(theirs), 1) if theirs == theirs.to_integral_value() else abs(theirs)
+    return abs(ours - theirs) <= ABSOLUTE + RELATIVE * size

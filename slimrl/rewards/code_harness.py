@@ -20,6 +20,7 @@ import ctypes
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
 import types
@@ -35,6 +36,8 @@ PR_SET_DUMPABLE = 4
 LENGTH_BYTES = 10
 SOLUTION = "solution"
 """Name of the module that holds the policy's program."""
+RELATIVE, ABSOLUTE = 1e-5, 1e-8
+"""By how much a result may differ from an expected fraction"""
 ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 """Raised within a test's `all(map(...))` they would end it as if all were well."""
 
@@ -276,7 +279,19 @@ def run_call(function: str, arguments: list[Any], expected: list[Any], policy: P
     except (KeyError, AttributeError):
         target = policy.name(function)
     result = as_json(target(*map(with_numbers, arguments)))
-    return any(result == as_json(one) for one in expected)
+    return any(near(result, as_json(one)) for one in expected)
+
+
+def near(result: Any, expected: Any) -> bool:
+    """Whether they are equal, but that a number may be near an expected fraction, as near as a printed one."""
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(near(*pair) for pair in zip(result, expected))  # noqa: B905
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(near(result[key], expected[key]) for key in expected)
+    if type(result) in (int, float) and isinstance(expected, float) and math.isfinite(expected):
+        size = min(abs(expected), 1) if expected.is_integer() else abs(expected)
+        return result == expected or abs(result - expected) <= ABSOLUTE + RELATIVE * size
+    return bool(result == expected)
 
 
 def with_numbers(argument: Any) -> Any:

@@ -294,6 +294,8 @@ def test_a_row_is_refused_by_its_line_when_it_is_read(tmp_path, part):
         ("0.3334", "0.3333333333", False),
         ("-0.5", "0.5", False),
         ("1e-3", "0.001", True),
+        ("100000", "100001.0", False),
+        ("99999.9999999", "100000.0", True),
         ("nan", "nan", True),
         ("nan", "0.5", False),
         ("inf", "1e9999", False),
