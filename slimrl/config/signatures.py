@@ -46,7 +46,9 @@ def _class_called_wrongly(node: ast.ClassDef, places: Sequence[str], names: Mapp
     methods = {part.name: part for part in node.body if isinstance(part, FUNCTIONS)}
     for name, (by_place, by_name) in {"__init__": ((), names), "__call__": (places, {})}.items():
         parameters = _parameters(methods[name]) if name in methods else None
-        if parameters and (problem := _unbindable(parameters[1:], by_place, by_name)):
+        if parameters and parameters[0].kind is not _KINDS.VAR_POSITIONAL:  # which takes the object and more
+            parameters = parameters[1:]
+        if parameters and (problem := _unbindable(parameters, by_place, by_name)):
             return problem
     return None
 
