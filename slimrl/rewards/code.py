@@ -9,6 +9,7 @@ Expected outputs and tests never lie where the program could read or change them
 verdict. A test that was not reached, because the program ended or ran out of a limit, is not passed.
 """
 
+import asyncio
 import json
 import re
 from collections import deque
@@ -76,7 +77,7 @@ class CodeTests:
             raise ValueError(f"total_s: {total_s:g} is not positive")
         self._place, self._credit, self._key, self._total_s = AnswerPlace(answer_in), Credit(credit), tests_key, total_s
         self._in_block = answer_in == "code"
-        self._latest: deque[tuple[Prompt, Tests]] = deque(maxlen=KEPT_TESTS)
+        self._latest: deque[tuple[Prompt, asyncio.Future[Tests]]] = deque(maxlen=KEPT_TESTS)
         self._pool = sandbox
         self._harness, self._checks = _harness(), CHECKS.read_text()
 
@@ -117,10 +118,10 @@ class CodeTests:
         """The tests of a prompt, whose trajectories end at about the same time, read once."""
         for known, tests in self._latest:
             if known is prompt:
-                return tests
-        tests = await in_thread(partial(read_tests, prompt, self._key))
-        self._latest.append((prompt, tests))
-        return tests
+                return await asyncio.shield(tests)  # one trajectory's cancellation leaves it to the others
+        reading = asyncio.ensure_future(in_thread(partial(read_tests, prompt, self._key)))
+        self._latest.append((prompt, reading))
+        return await asyncio.shield(reading)
 
     def _program(self, trajectory: Trajectory, tests: Tests) -> str | None:
         return program_block(last_text(trajectory) or "", tests) if self._in_block else self._place.of(trajectory)

@@ -1,6 +1,7 @@
 """Tests of programs as they stand in data: which are taken, what they mean, and which are refused when read."""
 
 # ruff: noqa: E501
+import asyncio
 import base64
 import json
 import pickle
@@ -179,6 +180,15 @@ def test_a_label_names_no_module_that_is_imported_where_it_is_read(tmp_path, mon
 def test_tests_that_check_nothing_or_mean_nothing_known_are_refused(label, problem):
     with pytest.raises(ValueError, match=problem):
         read(label)
+
+
+async def test_the_tests_of_a_prompt_whose_trajectories_end_together_are_read_once(monkeypatch):
+    read = []
+    monkeypatch.setattr("slimrl.rewards.code.read_tests", lambda prompt, _: read.append(prompt))
+    reward = CodeTests(sandbox=SandboxPool(SandboxConfig()))
+    prompt = asked(["assert f(1) == 2"])
+    await asyncio.gather(*(reward._tests_of(prompt) for _ in range(16)))
+    assert (len(read), len(reward._latest)) == (1, 1)
 
 
 @pytest.mark.filterwarnings("error")
