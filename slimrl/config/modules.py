@@ -9,7 +9,7 @@ from slimrl.config.problems import closest
 
 def near_module(module: str) -> str:
     """` Did you mean X?`, where a module of the user has nearly that path, or nearly its last name; else empty."""
-    modules = {}
+    modules: dict[str, str] = {}
     for folder in _own_folders():
         for file in (*folder.glob("*.py"), *folder.glob("*/*.py")):
             name = ".".join(file.relative_to(folder).with_suffix("").parts)
