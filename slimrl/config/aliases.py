@@ -8,6 +8,9 @@ What stands behind a colon is the value that has the effect.
 UPDATES = "trainer.updates_per_rollout (updates of a step; its trajectories are divided among them)"
 RANKS = "trainer.num_ranks (GPUs of the trainer on all nodes together)"
 TOKENS = "trainer.max_tokens_per_rank (micro-batches are packed by tokens)"
+DATA = "trainer.num_ranks (data-parallel is what the other sizes of trainer.parallel leave of them)"
+ENGINE_COUNT = "rollout.num_engines (each has rollout.engine_tp GPUs)"
+RECOMPUTE = "trainer.megatron.recompute_granularity (full needs recompute_method and recompute_num_layers)"
 
 TENSOR = ("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size")
 EXPERT = ("ep", "ep_size", "expert_parallel_size", "expert_model_parallel_size")
@@ -16,10 +19,11 @@ ENGINES = ("rollout", "rollout.sglang", "teacher", "teacher.sglang")
 ALIASES: dict[str, str] = {
     # the algorithm
     **dict.fromkeys(("advantage_estimator", "adv_estimator"), "algorithm.name"),
-    **dict.fromkeys(("eps_clip", "clip_ratio", "clip_ratio_low", "clip_eps"), "algorithm.clip_low"),
+    **dict.fromkeys(("eps_clip", "clip_ratio", "clip_ratio_low", "clip_eps", "cliprange"), "algorithm.clip_low"),
+    "algorithm.epsilon": "algorithm.clip_low",
     **dict.fromkeys(("eps_clip_high", "clip_ratio_high"), "algorithm.clip_high"),
     **dict.fromkeys(("eps_clip_c", "clip_ratio_c"), "algorithm.dual_clip"),
-    **dict.fromkeys(("kl_loss_coef", "use_kl_loss"), "algorithm.kl_coef"),
+    **dict.fromkeys(("kl_loss_coef", "use_kl_loss", "kl_beta", "algorithm.beta"), "algorithm.kl_coef"),
     **dict.fromkeys(("kl_loss_type", "kl_penalty"), "algorithm.kl_estimator"),
     "use_kl_in_reward": "algorithm.kl_place: reward",
     "entropy_coeff": "algorithm.entropy_coef",
@@ -39,9 +43,12 @@ ALIASES: dict[str, str] = {
     "cliprange_value": "critic.value_clip",
     **dict.fromkeys(("critic_warmup", "num_critic_only_steps"), "critic.warmup_steps"),
     # the rollout
-    **dict.fromkeys(("rollout_batch_size", "train_batch_size"), "rollout.prompts_per_step"),
     **dict.fromkeys(
-        ("n_samples_per_prompt", "rollout.n", "num_generations", "group_size"), "rollout.samples_per_prompt"
+        ("rollout_batch_size", "train_batch_size", "rollout.batch_size", "num_prompts"), "rollout.prompts_per_step"
+    ),
+    **dict.fromkeys(
+        ("n_samples_per_prompt", "rollout.n", "sampling.n", "num_generations", "group_size"),
+        "rollout.samples_per_prompt",
     ),
     **dict.fromkeys(
         ("max_response_len", "max_response_length", "rollout_max_response_len", "response_length"),
@@ -55,7 +62,8 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(("num_gpus_per_engine", "rollout_num_gpus_per_engine"), "rollout.engine_tp"),
     **{f"{engine}.{name}": f"{engine.partition('.')[0]}.engine_tp" for engine in ENGINES for name in TENSOR},
     **{f"{engine}.{name}": f"{engine.partition('.')[0]}.engine_ep" for engine in ENGINES for name in EXPERT},
-    "rollout_num_gpus": "rollout.num_engines (each has rollout.engine_tp GPUs)",
+    **dict.fromkeys(("rollout_num_gpus", "rollout.num_gpus", "rollout.dp", "rollout.dp_size"), ENGINE_COUNT),
+    "rollout.data_parallel_size": ENGINE_COUNT,
     **dict.fromkeys(("colocate", "hybrid_engine"), "rollout.colocated"),
     **dict.fromkeys(("gpu_memory_utilization", "sglang_mem_fraction_static"), "rollout.sglang.mem_fraction_static"),
     **dict.fromkeys(("agent.max_steps", "rollout.max_steps", "max_assistant_turns"), "rollout.max_turns"),
@@ -63,13 +71,23 @@ ALIASES: dict[str, str] = {
     "custom_generate_function_path": "agent.episode",
     "apply_chat_template_kwargs": "agent.chat_template_kwargs",
     **dict.fromkeys(("custom_rm_path", "rm_type", "custom_reward_function"), "reward.function"),
+    **dict.fromkeys(
+        ("custom_reward_function.path", "custom_reward_function.name"), "reward.function (written module:function)"
+    ),
     "update_weight_buffer_size": "resync.bucket_bytes",
     "update_weight_transport": "resync.transport",
     "update_weight_disk_dir": "resync.dir",
     # the trainer
-    **dict.fromkeys(("global_batch_size", "ppo_mini_batch_size", "num_steps_per_rollout"), UPDATES),
+    **dict.fromkeys(("global_batch_size", "ppo_mini_batch_size", "mini_batch_size", "num_steps_per_rollout"), UPDATES),
+    **dict.fromkeys(
+        ("ppo_epochs", "num_iterations"),
+        "trainer.updates_per_rollout (updates of a step; each trajectory is in one of them)",
+    ),
     **dict.fromkeys(
         ("max_tokens_per_gpu", "ppo_max_token_len_per_gpu", "micro_batch_size", "ppo_micro_batch_size_per_gpu"), TOKENS
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size_per_gpu", "use_dynamic_batch_size", "use_dynamic_bsz", "gradient_accumulation_steps"), TOKENS
     ),
     **dict.fromkeys(("actor_num_nodes", "actor_num_gpus_per_node", "num_nodes", "nnodes", "n_gpus_per_node"), RANKS),
     **dict.fromkeys(("num_gpus", "num_gpus_per_node", "world_size"), RANKS),
@@ -78,8 +96,13 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(EXPERT, "trainer.parallel.expert"),
     **dict.fromkeys(("etp", "expert_tensor_parallel_size"), "trainer.parallel.expert_tensor"),
     **dict.fromkeys(("cp", "context_parallel_size", "ulysses_sequence_parallel_size"), "trainer.parallel.context"),
-    "sequence_parallel": "trainer.parallel.sequence",
+    **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "parallel.data"), DATA),
+    **dict.fromkeys(("sequence_parallel", "sp"), "trainer.parallel.sequence"),
+    **dict.fromkeys(("vpp", "vpp_size"), "trainer.parallel.virtual_pipeline"),
+    **dict.fromkeys(("gradient_checkpointing", "enable_gradient_checkpointing", "recompute"), RECOMPUTE),
+    "megatron.seq_length": "rollout.max_trajectory_tokens",
     "learning_rate": "trainer.optimizer.lr",
+    "betas": "trainer.optimizer.beta1 (and beta2)",
     "grad_clip": "trainer.optimizer.clip_grad",
     **dict.fromkeys(
         ("lr_warmup_steps", "lr_warmup_iters", "optimizer.warmup_steps"), "trainer.optimizer.warmup_updates"
@@ -90,27 +113,46 @@ ALIASES: dict[str, str] = {
     "log_probs_chunk_size": "trainer.logprob_chunk_tokens",
     # the run
     **dict.fromkeys(
-        ("num_rollout", "num_epoch", "num_epochs", "total_epochs", "total_training_steps", "train_iters", "max_steps"),
+        (
+            *("num_rollout", "num_epoch", "num_epochs", "epochs", "total_epochs"),
+            *("total_training_steps", "train_iters", "max_steps"),
+        ),
         "steps (each takes rollout.prompts_per_step prompts)",
     ),
     **dict.fromkeys(("save_interval", "save_freq", "save_steps", "checkpoint.steps"), "checkpoint.every_steps"),
     "max_actor_ckpt_to_keep": "checkpoint.keep",
-    "default_local_dir": "run.dir",
+    **dict.fromkeys(("default_local_dir", "output_dir", "save", "save_dir"), "run.dir"),
+    "checkpoint.dir": "run.dir (a run's folder there holds its checkpoints)",
     "experiment_name": "run.name",
     **dict.fromkeys(("use_wandb", "wandb_mode"), "tracking.wandb"),
-    "project_name": "tracking.wandb_project",
-    **dict.fromkeys(("eval_interval", "test_freq", "eval.steps"), "eval.every_steps"),
+    **dict.fromkeys(("project_name", "tracking.project"), "tracking.wandb_project"),
+    **dict.fromkeys(("eval_interval", "test_freq", "eval.steps", "eval.interval"), "eval.every_steps"),
     "val_before_train": "eval.at_start",
     "skip_eval_before_train": "eval.at_start: false",
-    "n_samples_per_eval_prompt": "eval.samples_per_prompt",
+    **dict.fromkeys(
+        ("n_samples_per_eval_prompt", "eval.n_samples_per_prompt", "eval.n", "eval.num_samples"),
+        "eval.samples_per_prompt",
+    ),
     "eval_temperature": "rollout.eval_sampling.temperature",
     "eval_max_response_len": "rollout.eval_sampling.max_new_tokens",
-    **dict.fromkeys(("hf_checkpoint", "model_name_or_path", "model.name"), "model.path"),
+    **dict.fromkeys(("hf_checkpoint", "model_name_or_path", "name_or_path", "model.name", "model.load"), "model.path"),
     **dict.fromkeys(("prompt_data", "train_files", "train_file"), "data.train"),
     **dict.fromkeys(("eval_prompt_data", "val_files", "val_file"), "data.eval (a section of names and files)"),
     **dict.fromkeys(("input_key", "prompt_key", "data.prompt"), "data.keys.prompt"),
     **dict.fromkeys(("label_key", "data.label"), "data.keys.label"),
 }
+
+NO_SETTINGS = {
+    "resume": "It is an option of the command: --resume.",
+    "optimizer.name": "The optimizer is Adam.",
+    "optimizer.type": "The optimizer is Adam.",
+}
+"""What has such a name elsewhere and is no setting of a recipe -> what to do."""
+
+
+def no_setting(key: str) -> str | None:
+    """What is said of a key that ends in a name of `NO_SETTINGS`."""
+    return next((said for end, said in NO_SETTINGS.items() if f".{key}".endswith(f".{end}")), None)
 
 
 def alias_of(key: str) -> str | None:

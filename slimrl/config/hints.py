@@ -44,9 +44,24 @@ def meant_key(key: str) -> str | None:
     return None if is_section(parent) else near_name(key, known)
 
 
+def keys_there(key: str) -> str:
+    """` Keys of SECTION: a, b.`, of the innermost section that has a wrong key; empty if the recipe has none."""
+    section = key.rpartition(".")[0]
+    while section and not is_section(section):
+        section = section.rpartition(".")[0]
+    schema = schema_key(section)
+    names = [name for parent, _, name in (other.rpartition(".") for other in KEY_TYPES) if parent == schema]
+    return f" Keys of {section}: {', '.join(names)}." if section and names and NAME not in names else ""
+
+
 def _of_same_name(key: str, name: str) -> str | None:
     """A setting of this name in the key's own section or below, else in the only section that has one."""
-    every = [other for other in KEY_TYPES if other.rpartition(".")[2] == name]
+    # What stands below a section is no whole section of the recipe: no `sampling.stop` means `stop`.
+    every = [
+        other
+        for other in KEY_TYPES
+        if other.rpartition(".")[2] == name and not ("." in key and "." not in other and is_section(other))
+    ]
     same = [other for other in every if f".{NAME}." not in other] or every
     own = [other for other in same if _first(other) == _first(key)]
     if own:

@@ -18,7 +18,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slimrl.config.algorithms import SETTINGS
-from slimrl.config.hints import meant_key
+from slimrl.config.aliases import no_setting
+from slimrl.config.hints import keys_there, meant_key
 from slimrl.config.interpolation import FromEnvironment, is_interpolated, resolve_entries, without_openings
 from slimrl.config.keys import (
     EXTENDS,
@@ -188,7 +189,11 @@ def _check_key(entry: Entry, problems: list[Problem]) -> bool:
         section, _, name = entry.key.rpartition(".")
         chosen = keys_with_choice(section, name)
         meant = f"{chosen[0]}: {name}" if chosen else meant_key(entry.key)
-        problems.append(entry.problem("no such key." + (f" Did you mean {meant}?" if meant else "")))
+        if said := no_setting(entry.key):
+            hint = f" {said}"
+        else:
+            hint = f" Did you mean {meant}?" if meant else keys_there(entry.key)
+        problems.append(entry.problem(f"no such key.{hint}"))
         return False
     if is_section(entry.key) and entry.value != {}:
         problems.append(entry.problem(f"is a section; expected keys below it, got {entry.value!r}."))

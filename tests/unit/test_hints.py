@@ -4,12 +4,14 @@ import re
 
 import pytest
 
-from slimrl.config.aliases import ALIASES, alias_of
+from slimrl.config.aliases import ALIASES, DATA, NO_SETTINGS, RANKS, RECOMPUTE, TOKENS, UPDATES, alias_of
 from slimrl.config.hints import meant_key
 from slimrl.config.keys import KEY_TYPES, is_known
 from slimrl.config.load import read_recipe
 
 FIRST = re.compile(r"(?P<key>[\w.]+)(?:: (?P<value>\w+))?(?: \([^()]+\))?")
+
+ONCE = "trainer.updates_per_rollout (updates of a step; each trajectory is in one of them)"
 
 
 @pytest.mark.parametrize("meant", sorted(set(ALIASES.values())))
@@ -25,7 +27,7 @@ def test_each_alias_stands_for_a_setting_that_exists_and_takes_its_value(meant: 
 
 def test_no_alias_is_a_name_of_ours():
     names = {key.rpartition(".")[2] for key in KEY_TYPES}
-    assert [alias for alias in ALIASES if alias in names or alias in KEY_TYPES] == []
+    assert [alias for alias in (*ALIASES, *NO_SETTINGS) if alias in names or alias in KEY_TYPES] == []
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,45 @@ def test_no_alias_is_a_name_of_ours():
         ("algorithm.advantage_estimate", None),
         ("rollout.max_reply_len", None),
         ("rollout.num_gpu_per_engines", None),
+        ("eval.n_samples_per_prompt", "eval.samples_per_prompt"),
+        ("eval.n", "eval.samples_per_prompt"),
+        ("eval.num_samples", "eval.samples_per_prompt"),
+        ("eval.interval", "eval.every_steps"),
+        ("rollout.num_gpus", "rollout.num_engines (each has rollout.engine_tp GPUs)"),
+        ("rollout.dp", "rollout.num_engines (each has rollout.engine_tp GPUs)"),
+        ("trainer.num_gpus", RANKS),
+        ("trainer.gradient_accumulation_steps", TOKENS),
+        ("micro_batch_size_per_gpu", TOKENS),
+        ("trainer.use_dynamic_batch_size", TOKENS),
+        ("trainer.mini_batch_size", UPDATES),
+        ("rollout.sampling.stop", None),
+        ("trainer.parallel.data", DATA),
+        ("trainer.parallel.dp", DATA),
+        ("trainer.parallel.sp", "trainer.parallel.sequence"),
+        ("trainer.parallel.vpp", "trainer.parallel.virtual_pipeline"),
+        ("custom_reward_function.path", "reward.function (written module:function)"),
+        ("trainer.optimizer.betas", "trainer.optimizer.beta1 (and beta2)"),
+        ("critic.learning_rate", "critic.trainer.optimizer.lr"),
+        ("critic.gamma", "critic.discount"),
+        ("tracking.project", "tracking.wandb_project"),
+        ("run.output_dir", "run.dir"),
+        ("output_dir", "run.dir"),
+        ("save", "run.dir"),
+        ("checkpoint.dir", "run.dir (a run's folder there holds its checkpoints)"),
+        ("model.name_or_path", "model.path"),
+        ("model.load", "model.path"),
+        ("epochs", "steps (each takes rollout.prompts_per_step prompts)"),
+        ("trainer.gradient_checkpointing", RECOMPUTE),
+        ("trainer.recompute", RECOMPUTE),
+        ("algorithm.beta", "algorithm.kl_coef"),
+        ("algorithm.kl_beta", "algorithm.kl_coef"),
+        ("algorithm.epsilon", "algorithm.clip_low"),
+        ("algorithm.cliprange", "algorithm.clip_low"),
+        ("algorithm.ppo_epochs", ONCE),
+        ("algorithm.num_iterations", ONCE),
+        ("rollout.batch_size", "rollout.prompts_per_step"),
+        ("rollout.num_prompts", "rollout.prompts_per_step"),
+        ("rollout.sampling.n", "rollout.samples_per_prompt"),
         ("zebra", None),
     ],
 )
@@ -87,3 +128,29 @@ def test_the_longest_end_of_a_key_decides():
     assert alias_of("x.rollout.tp") == "rollout.engine_tp"
     assert alias_of("x.model.tp") == "trainer.parallel.tensor"
     assert alias_of("rollout.num_engines") is None
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("resume", "It is an option of the command: --resume."),
+        ("trainer.optimizer.name", "The optimizer is Adam."),
+        ("trainer.optimizer.type", "The optimizer is Adam."),
+        (
+            "rollout.sampling.stop",
+            "Keys of rollout.sampling: temperature, top_p, top_k, max_new_tokens, ignore_end_of_turn.",
+        ),
+        ("tracking.zebra.stripes", "Keys of tracking: wandb, wandb_project, trajectories_per_step."),
+        ("reward.parts.math.zebra", "Keys of reward.parts.math: function, weight, cap, args, verified."),
+        ("zebra", ""),
+    ],
+)
+def test_where_no_setting_was_meant_the_message_says_what_there_is(key: str, said: str):
+    _, problems = read_recipe("recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml", [f"{key}=1"])
+    assert [one.message for one in problems if one.key == key] == [f"no such key. {said}".rstrip()]
+
+
+def test_a_field_of_megatron_that_a_recipe_sets_elsewhere_names_that_setting():
+    _, problems = read_recipe("recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml", ["trainer.megatron.seq_length=1024"])
+    (problem,) = problems
+    assert "rollout.max_trajectory_tokens" in problem.message
