@@ -53,6 +53,22 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
             )
 
 
+def agent_file_violations(recipe: Recipe) -> Iterator[Violation]:
+    """What an agent behind the gateway needs and this machine lacks; reads the file system."""
+    if recipe.agent.uses_gateway:
+        from slimrl.config.gateway_rules import gateway_file_violations
+
+        yield from gateway_file_violations(recipe.agent)
+
+
+def agent_warnings(recipe: Recipe) -> Iterator[Violation]:
+    """(key, what is probably not meant) of an agent."""
+    if recipe.agent.uses_gateway:
+        from slimrl.config.gateway_rules import gateway_warnings
+
+        yield from gateway_warnings(recipe)
+
+
 def _compaction_violations(recipe: Recipe) -> Iterator[Violation]:
     compaction, limit = recipe.agent.compaction, recipe.rollout.max_trajectory_tokens
     if compaction.function and not MODULE_FUNCTION.fullmatch(compaction.function):

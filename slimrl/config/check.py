@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimrl.config.agent_rules import agent_violations
+from slimrl.config.agent_rules import agent_file_violations, agent_violations, agent_warnings
 from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
 from slimrl.config.async_rules import mode_violations, mode_warnings
 from slimrl.config.bounds import DIVISORS, bound_violations
@@ -65,6 +65,8 @@ def file_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
     teacher = recipe.teacher.path
     if teacher and is_needed("teacher", command) and (reason := why_no_model(teacher)):
         yield "teacher.path", reason
+    if is_needed("agent", command) and command != "sft":
+        yield from agent_file_violations(recipe)
 
 
 def check_recipe(
@@ -114,6 +116,7 @@ def check_recipe(
         violations += sft_violations(recipe)
     elif command != "export":
         violations += [*rollout_violations(recipe, experts), *agent_violations(recipe)]
+        warnings += agent_warnings(recipe)
         if trains(command):
             violations += colocation_violations(recipe)
             warnings += [*colocation_warnings(recipe), *transport_warnings(recipe)]

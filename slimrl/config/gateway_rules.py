@@ -9,6 +9,7 @@ from typing import Any
 
 from slimrl.config.problems import Violation
 from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.recipe import Recipe
 
 EXCLUDED = (
     "tools", "tool_args", "mcp", "subagents", "max_tool_calls", "environment", "environment_args", "episode",
@@ -29,7 +30,7 @@ def command_words(command: Any) -> list[str]:
 
 
 def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
-    """Agents that are given twice or beside what they replace, and commands that are not on this machine.
+    """Agents that are given twice or beside what they replace, and commands that are none.
 
     Args:
         agent: with an agent behind the gateway.
@@ -53,9 +54,8 @@ def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
         except ValueError as error:
             yield "agent.command", str(error)
         else:
-            path = agent.command_env.get("PATH")
-            if not words or shutil.which(words[0], path=path) is None:
-                yield "agent.command", f"{words[0] if words else agent.command!r}: no such program on this machine."
+            if not words or not words[0].strip():
+                yield "agent.command", f"{agent.command!r} names no program."
     elif agent.command_env or agent.command_sandbox.enabled:
         key = "agent.command_env" if agent.command_env else "agent.command_sandbox.enabled"
         yield key, "is for agent.command, and agent.function runs in slimrl's own process. Leave it out."
@@ -63,9 +63,6 @@ def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
         for name in ("paths", "network"):
             if getattr(agent.command_sandbox, name):
                 yield f"agent.command_sandbox.{name}", "needs agent.command_sandbox.enabled: true."
-    for path in agent.command_sandbox.paths:
-        if not os.path.exists(path):
-            yield "agent.command_sandbox.paths", f"{path}: no such file or folder on this machine."
     try:
         unspecified = ipaddress.ip_address(agent.gateway.host).is_unspecified
     except ValueError:
@@ -73,3 +70,26 @@ def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
     else:
         if unspecified:
             yield "agent.gateway.host", "agents cannot ask this address. Give one that this machine has."
+
+
+def gateway_file_violations(agent: AgentConfig) -> Iterator[Violation]:
+    """The program of `agent.command` and paths of its sandbox that this machine lacks; reads the file system."""
+    try:
+        words = command_words(agent.command or [])
+    except ValueError:  # which `gateway_violations` says
+        words = []
+    if words and words[0].strip() and shutil.which(words[0], path=agent.command_env.get("PATH")) is None:
+        yield "agent.command", f"{words[0]!r}: no such program on this machine."
+    for path in agent.command_sandbox.paths:
+        if not os.path.exists(path):
+            yield "agent.command_sandbox.paths", f"{path}: no such file or folder on this machine."
+
+
+def gateway_warnings(recipe: Recipe) -> Iterator[Violation]:
+    """A limit of one turn, which recipes for answers without tools have and others inherit from them."""
+    if recipe.agent.uses_gateway and recipe.rollout.max_turns == 1:
+        yield (
+            "rollout.max_turns",
+            "1: the agent gets one request, and its trajectory is truncated at the next one. Raise it for an agent "
+            "that asks more than once.",
+        )

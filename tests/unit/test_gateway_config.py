@@ -1,6 +1,7 @@
 """What a recipe may say of agents behind the gateway, and what is refused before anything starts."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from slimrl.agent.gateway.command_sandbox import hidden_program
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.agent_rules import agent_violations
+from slimrl.config.check import check_loaded
 from slimrl.config.functions import function_violations
-from slimrl.config.gateway_rules import command_words, gateway_violations
+from slimrl.config.gateway_rules import command_words, gateway_file_violations, gateway_violations
 from slimrl.config.load import load_recipe
-from slimrl.config.problems import RecipeError
+from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema.agent import AgentConfig, CommandSandboxConfig, GatewayConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
@@ -29,7 +31,6 @@ from slimrl.models.offline_recipe import read_offline
 from slimrl.runtime.checks.environment import load_agent
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator_gateway.yaml"
-MISSING_PATH = CommandSandboxConfig(enabled=True, paths=["/no/such/folder"])
 SYSTEM = "Put the answer in \\boxed{}."
 
 
@@ -41,7 +42,7 @@ SYSTEM = "Put the answer in \\boxed{}."
         ({"function": "a:f", "max_tool_calls": 3}, "agent.max_tool_calls"),
         ({"function": "a:f", "environment": "a:E"}, "agent.environment"),
         ({"command": ["sh"], "episode": "a:play"}, "agent.episode"),
-        ({"command": "no-such-program x"}, "agent.command"),
+        ({"command": "   "}, "agent.command"),
         ({"command": "sh 'x"}, "agent.command"),
         ({"command": ["sh", 3]}, "agent.command"),
         ({"command": {"a": 1}}, "agent.command"),
@@ -49,8 +50,6 @@ SYSTEM = "Put the answer in \\boxed{}."
         ({"function": "a:f", "command_env": {"A": "b"}}, "agent.command_env"),
         ({"function": "a:f", "command_sandbox": CommandSandboxConfig(enabled=True)}, "agent.command_sandbox.enabled"),
         ({"command": ["sh"], "command_sandbox": CommandSandboxConfig(network=True)}, "agent.command_sandbox.network"),
-        ({"command": ["sh"], "command_sandbox": MISSING_PATH}, "agent.command_sandbox.paths"),
-        ({"command": ["sh"], "command_env": {"PATH": "/no/such"}}, "agent.command"),
         ({"function": "a:f", "gateway": GatewayConfig(host="localhost")}, "agent.gateway.host"),
         ({"function": "a:f", "gateway": GatewayConfig(host="0.0.0.0")}, "agent.gateway.host"),
     ],
@@ -62,6 +61,48 @@ def test_a_contradiction_is_named(agent: dict[str, Any], key: str):
 @pytest.mark.parametrize("agent", [{"function": "a:f"}, {"command": "sh -c 'exit 1'"}])
 def test_what_fits_together_is_not(agent: dict[str, Any]):
     assert list(gateway_violations(AgentConfig(**agent))) == []
+    assert list(gateway_file_violations(AgentConfig(**agent))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["agent.command=no-such-program x"], "agent.command"),
+        (["agent.command=[sh]", "agent.command_env={PATH: /no/such}"], "agent.command"),
+        (
+            ["agent.command=[sh]", "agent.command_sandbox={enabled: true, paths: [/no/such/folder]}"],
+            "agent.command_sandbox.paths",
+        ),
+    ],
+)
+def test_what_an_agent_needs_may_be_missing_where_a_run_is_prepared_but_not_where_it_starts(
+    overrides: list[str], key: str
+):
+    overrides = [*overrides, "agent.function=''"]
+
+    def refused(problems: Sequence[Problem]) -> list[str]:
+        return [one.key for one in problems if one.key.startswith("agent.") and not one.warning]
+
+    noted = read_offline(RECIPE, overrides, "train", model_needed=False).notes
+    assert [one.key for one in noted if one.key.startswith("agent.")] == [key]
+    with pytest.raises(RecipeError) as submitted:
+        read_offline(RECIPE, overrides, "train", files=True)
+    assert refused(submitted.value.problems) == [key]
+    with pytest.raises(RecipeError) as in_image:
+        read_offline(RECIPE, overrides, "train", files=True, in_image=True)
+    assert refused(in_image.value.problems) == []
+    assert refused(check_loaded(load_recipe(RECIPE, overrides, "train"))) == [key]
+    assert refused(check_loaded(load_recipe(RECIPE, [*overrides, "sft.max_tokens=64"], "sft"))) == []
+
+
+def test_an_agent_of_one_request_is_warned_about():
+    def warned(*overrides: str) -> list[str]:
+        notes = read_offline(RECIPE, overrides, "train", model_needed=False).notes
+        return [one.message for one in notes if one.key == "rollout.max_turns"]
+
+    assert warned() == []
+    assert ["the agent gets one request" in said for said in warned("rollout.max_turns=1")] == [True]
+    assert warned("rollout.max_turns=1", "agent.function=''") == []
 
 
 @pytest.mark.parametrize("agent", [{}, {"tools": ["a:g"], "episode": "a:p"}])
