@@ -15,6 +15,13 @@ from slimrl.models.published_index import is_stored_in_fp8
 FP8_SUFFIX = "-FP8"
 """Ends the name of a published model's checkpoint in block FP8."""
 
+PLAIN_SUFFIX = "-BF16"
+"""Ends the name of a cast of a model that is published in block FP8, in either case."""
+
+OF_SAME_SIZES = dict.fromkeys(("DeepSeek-R1", "DeepSeek-V3-0324", "DeepSeek-V3.1"), "DeepSeek-V3")
+"""Published model -> the one whose config and tensors it has. V3.1's scales of FP8 are powers of two, which no size
+depends on."""
+
 SCALE_SUFFIX = "_scale_inv"
 """Appended to the name of a tensor in block FP8, gives the name of its scales."""
 
@@ -96,6 +103,15 @@ def published_names() -> list[str]:
     return sorted(file.name.removesuffix(".json") for file in _folder().iterdir() if file.name.endswith(".json"))
 
 
+def published_model(folder: str) -> str | None:
+    """The model of `published_names` whose sizes a folder of this name has, in whichever format; None if unknown."""
+    name = folder.removesuffix(FP8_SUFFIX)
+    if name.upper().endswith(PLAIN_SUFFIX):
+        name = name[: -len(PLAIN_SUFFIX)]
+    name = OF_SAME_SIZES.get(name, name)
+    return name if name in published_names() else None
+
+
 def published_config(name: str) -> dict[str, Any]:
     """The full-size config of a published model, for checks that need no checkpoint.
 
@@ -111,8 +127,8 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
     """The config.json of a checkpoint, or of the published model of that name if there is no such folder.
 
     An id of the Hub is the model in the local cache if it is there; the Hub is not asked.
-    For commands that plan without weights. A name that ends in -FP8 is the published model in block FP8, and so is an
-    id of the Hub under which the model is stored in it.
+    For commands that plan without weights. A name that ends in -FP8 is the published model in block FP8, and so is the
+    own name of a model that is published in it; one that ends in -BF16 is its cast.
 
     Returns:
         The config, and a few words on where it is from.
@@ -125,13 +141,19 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
     hub = hub_model(str(model_path))
     if hub is not None and (folder := cached(hub, CONFIG_FILES)) is not None:
         return read_hf_config(folder), f"{hub.model_id} in the cache of the Hugging Face Hub"
-    name = model_path.name.removesuffix(FP8_SUFFIX)
-    if name in published_names():
-        config, words = published_config(name), f"{name} as published"
-        if name != model_path.name or (hub is not None and is_stored_in_fp8(name)):
-            config, words = {**config, "quantization_config": BLOCK_FP8}, f"{words}, in block FP8"
-        return config, f"{words}, for {model_path} is not here"
-    known = ", ".join(published_names())
+    given = model_path.name
+    if (name := published_model(given)) is not None:
+        config, same = (
+            published_config(name),
+            f", whose sizes {given} has" if given.startswith(tuple(OF_SAME_SIZES)) else "",
+        )
+        plain = given.upper().endswith(PLAIN_SUFFIX)
+        if given.endswith(FP8_SUFFIX) or (not plain and is_stored_in_fp8(name)):
+            config, stored = {**config, "quantization_config": BLOCK_FP8}, "block FP8"
+        else:
+            stored = dtype_name(config)
+        return config, f"{name} as published{same}, in {stored}, for {model_path} is not here"
+    known = ", ".join(sorted([*published_names(), *OF_SAME_SIZES]))
     near = f"; {meant} is nearest" if (meant := nearest_published(model_path)) else ""
     raise ValueError(
         f"{model_path}: no such folder, and {model_path.name!r} is none of the published models {known}{near}"
@@ -140,7 +162,8 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
 
 def nearest_published(model_path: Path) -> str:
     """The published model that a folder's name probably means, of the same sizes; empty if there is none."""
-    names = [*published_names(), *(name + FP8_SUFFIX for name in published_names())]
+    known = [*published_names(), *OF_SAME_SIZES]
+    names = [*known, *(name + FP8_SUFFIX for name in known)]
     sizes = {name: re.findall(r"\d+", name) for name in (model_path.name, *names)}
     alike = {name.lower(): name for name in names if sizes[name] == sizes[model_path.name]}
     close = get_close_matches(model_path.name.lower(), alike, n=1, cutoff=0.8)

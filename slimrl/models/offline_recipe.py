@@ -24,7 +24,7 @@ from slimrl.config.speculative_rules import own_layer_violations
 from slimrl.config.tracking_rules import tracking_warnings
 from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import FP8_SUFFIX, SCALE_SUFFIX, config_for_planning, nearest_published
+from slimrl.models.hf_config import SCALE_SUFFIX, config_for_planning, nearest_published, published_model
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.published_index import index_names, published_tensors
 from slimrl.models.tensor_names import find_mismatches, left_out
@@ -62,13 +62,20 @@ class OfflineRecipe:
 
 
 def read_offline(
-    path: Path | str, overrides: Sequence[str], command: Command, *, files: bool = False, model_needed: bool = True
+    path: Path | str,
+    overrides: Sequence[str],
+    command: Command,
+    *,
+    files: bool = False,
+    model_needed: bool = True,
+    in_image: bool = False,
 ) -> OfflineRecipe:
     """Read and check a recipe. If its model's folder is not here, the published model of that name stands in for it.
 
     Args:
         files: refuse missing files and modules, instead of noting them.
         model_needed: refuse a model that is neither here nor published, instead of skipping the rules that need it.
+        in_image: the run sees a container's files, so that a missing program of an agent is noted in any case.
 
     Raises:
         RecipeError: with all problems found.
@@ -78,7 +85,8 @@ def read_offline(
         raise RecipeError(problems)
     for key, message in file_violations(loaded.recipe, command):
         if files or key not in ("model.path", "teacher.path"):
-            problems.append(loaded.problem(key, message, warning=not files))
+            in_question = not files or (in_image and key.startswith("agent."))
+            problems.append(loaded.problem(key, message, warning=in_question))
     problems += [loaded.problem(*violation) for violation in function_violations(loaded.recipe, command)]
     problems += [loaded.problem(*violation, warning=not files) for violation in absent_modules(loaded.recipe, command)]
     problems += [loaded.problem(*violation, warning=True) for violation in reward_warnings(loaded.recipe, command)]
@@ -202,7 +210,7 @@ def _draft_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterat
 def _index_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     """Tensors of the published model that is not here yet, by name and shape; a start checks those of its files."""
     path = Path(loaded.recipe.model.path)
-    name = next((name for name in (path.name, path.name.removesuffix(FP8_SUFFIX)) if name in index_names()), None)
+    name = next((name for name in (path.name, published_model(path.name)) if name in index_names()), None)
     if name is None or path.exists():
         return
     try:

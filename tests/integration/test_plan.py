@@ -58,7 +58,7 @@ def toy_model(tmp_path: Path) -> Path:
 def test_deepseek_v3_in_bf16_fits_with_engines_of_sixteen_gpus_on_two_nodes():
     recipe = str(RECIPES / "deepseek_v3" / "deepseek_v3_gspo_disaggregated.yaml")
     sizes = ["rollout.num_engines=4", "rollout.engine_tp=16", "rollout.engine_ep=16", "rollout.engine_attention_dp=1"]
-    given = ["model.path=models/DeepSeek-V3", *sizes]
+    given = ["model.path=models/DeepSeek-V3-BF16", *sizes]
     memory = ["--gpu-memory-gib", str(LARGER_GPUS["deepseek_v3_gspo"])]
     found = plan(recipe, *given, "rollout.engine_nodes=2", *memory)
     assert found["fits"], found["problems"]

@@ -20,7 +20,7 @@ LARGE = {
     "deepseek_v3/kimi_k2_gspo_disaggregated.yaml": "Kimi-K2",
 }
 THOUSAND_RANKS = [
-    "model.path=models/Kimi-K2",
+    "model.path=models/Kimi-K2-BF16",
     "trainer.num_ranks=1024",
     "resync.transport=ipc",
     "rollout.num_engines=128",
@@ -38,7 +38,7 @@ def estimate(*arguments: str) -> dict:
 @pytest.mark.parametrize("recipe", [next(iter(LARGE)), *(pytest.param(name, marks=pytest.mark.full) for name in LARGE)])
 def test_every_parameter_of_a_published_model_is_sent_once(recipe):
     # Where the recipe has a checkpoint in block FP8, the plain one instead.
-    found = estimate(str(RECIPES / recipe), f"model.path=models/{LARGE[recipe]}")
+    found = estimate(str(RECIPES / recipe), f"model.path=models/{LARGE[recipe]}-BF16")
     assert LARGE[recipe] in found["model"]
     assert found["gathered_bytes"] == found["sent_bytes"]
     # Rounded as published; Kimi-K2's 1000 billion are 1026.

@@ -33,7 +33,7 @@ def test_a_checkpoint_that_is_not_here_stands_for_the_published_model_of_its_nam
     published = published_config("Qwen3-8B")
     assert config_for_planning(tmp_path / "Qwen3-8B") == (
         published,
-        f"Qwen3-8B as published, for {tmp_path / 'Qwen3-8B'} is not here",
+        f"Qwen3-8B as published, in bfloat16, for {tmp_path / 'Qwen3-8B'} is not here",
     )
     (tmp_path / "Qwen3-8B").mkdir()
     (tmp_path / "Qwen3-8B" / "config.json").write_text('{"model_type": "qwen3"}')

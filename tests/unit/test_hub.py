@@ -133,7 +133,7 @@ def test_without_network_and_cache_the_setting_the_id_and_what_to_do_are_said_on
 
 
 def test_an_id_is_planned_by_its_published_name_or_by_its_config_in_the_cache(cache):
-    assert read_offline(LARGE, [], "train").model == f"Qwen3-30B-A3B as published, for {MODEL} is not here"
+    assert read_offline(LARGE, [], "train").model == f"Qwen3-30B-A3B as published, in bfloat16, for {MODEL} is not here"
     with pytest.raises(RecipeError, match=r"model\.path: .*not whole in the cache.* Run `hf download Qwen/"):
         read_offline(LARGE, [], "train", files=True)
     with pytest.raises(ValueError, match="none of the published models"):

@@ -461,7 +461,7 @@ def test_a_machine_without_model_and_data_writes_the_script_but_does_not_submit_
     assert dry.stdout.startswith("#!/bin/bash\n")
     assert "warning" not in dry.stdout
     assert "data.train: warning: /cluster/train.jsonl: no such file." in dry.stderr
-    assert "model.path: warning: /cluster/Qwen3-30B-A3B: Qwen3-30B-A3B as published, for" in dry.stderr
+    assert "model.path: warning: /cluster/Qwen3-30B-A3B: Qwen3-30B-A3B as published, in bfloat16, for" in dry.stderr
     # The rules know the published model.
     wrong = launch(*known, "trainer.parallel.tensor=3", "--nodes", "1", "--dry-run")
     assert (wrong.exit_code, wrong.stdout) == (2, "")

@@ -18,7 +18,14 @@ from slimrl.config.problems import RecipeError
 from slimrl.data.weights import TensorSpec
 from slimrl.models import offline_recipe
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import BLOCK_FP8, FP8_SUFFIX, SCALE_SUFFIX, config_for_planning, published_config
+from slimrl.models.hf_config import (
+    BLOCK_FP8,
+    FP8_SUFFIX,
+    SCALE_SUFFIX,
+    config_for_planning,
+    nearest_published,
+    published_config,
+)
 from slimrl.models.offline_recipe import read_offline
 from slimrl.models.published_index import PublishedTensor, index_names, published_tensors
 from slimrl.models.tensor_names import EMBEDDING, HEAD, find_mismatches, left_out
@@ -188,7 +195,14 @@ def test_config_check_compares_the_index_of_a_model_that_is_not_here(monkeypatch
         ("deepseek-ai/DeepSeek-V3", True),
         ("moonshotai/Kimi-K2", True),
         ("models/DeepSeek-V3-FP8", True),
-        ("models/DeepSeek-V3", False),
+        ("models/DeepSeek-V3", True),
+        ("/shared/models/DeepSeek-R1", True),
+        ("deepseek-ai/DeepSeek-V3-0324", True),
+        ("deepseek-ai/DeepSeek-V3.1", True),
+        ("models/DeepSeek-V3-BF16", False),
+        ("unsloth/DeepSeek-R1-bf16", False),
+        ("models/Qwen3-30B-A3B-FP8", True),
+        ("models/Qwen3-30B-A3B", False),
         ("Qwen/Qwen3-30B-A3B", False),
     ],
 )
@@ -196,6 +210,20 @@ def test_a_model_of_the_hub_is_planned_in_the_format_in_which_it_is_stored(monke
     monkeypatch.chdir(tmp_path)
     config, words = config_for_planning(Path(model))
     assert ("quantization_config" in config, "in block FP8" in words) == (in_fp8, in_fp8)
+    assert ("in bfloat16" in words) != in_fp8
+
+
+def test_models_of_the_same_sizes_are_planned_and_checked_as_the_one_whose_files_are_known(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("DeepSeek-R1", "DeepSeek-V3-0324", "DeepSeek-V3.1"):
+        config, words = config_for_planning(Path("deepseek-ai") / name)
+        assert {key: value for key, value in config.items() if key != "quantization_config"} == published_config(
+            "DeepSeek-V3"
+        )
+        assert words.startswith(f"DeepSeek-V3 as published, whose sizes {name} has, in block FP8, for")
+    assert nearest_published(Path("models/DeepSeek-r1")) == "DeepSeek-R1"
+    with pytest.raises(ValueError, match=r"DeepSeek-R1-Distill-Qwen-7B' is none of the published models DeepSeek-R1, "):
+        config_for_planning(Path("models/DeepSeek-R1-Distill-Qwen-7B"))
 
 
 def write_sparse(folder: Path, name: str) -> Path:

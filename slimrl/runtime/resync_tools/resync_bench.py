@@ -22,7 +22,7 @@ from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.data.engine import EngineError
 from slimrl.data.engine_key import EngineKey
-from slimrl.models.hf_config import config_for_planning, published_names
+from slimrl.models.hf_config import config_for_planning, published_model
 from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.observability.progress import Progress
 from slimrl.observability.terminal import plain_console
@@ -132,7 +132,7 @@ def bench_resync(
 
 def _family_of(model_path: Path, progress: Progress) -> str:
     """Of the checkpoint, or of the published model of its name; else FAMILY, with a line that says so."""
-    if not model_path.exists() and model_path.name not in published_names():
+    if not model_path.exists() and published_model(model_path.name) is None:
         progress.say(f"model.path: {model_path} does not exist; measuring a {FAMILY} (--family selects another)")
         return FAMILY
     return str(config_for_planning(model_path)[0]["model_type"])
