@@ -12,10 +12,8 @@ from slimrl.config.speculative_rules import speculative_violations
 MAX_COLOCATED_FRACTION = 0.85
 """Largest fraction of a shared device for the weights and the KV cache of an engine."""
 
-LARGER_ENGINES = (
-    "Spread each engine over several nodes (rollout.engine_nodes); a model in block FP8 takes about half as many GPUs "
-    "(slimrl-tools quantize)."
-)
+MORE_NODES = "Spread each engine over several nodes (rollout.engine_nodes)"
+LARGER_ENGINES = f"{MORE_NODES}; a model in block FP8 takes about half as many GPUs (slimrl-tools quantize)."
 """Advice for a model or an engine that is too large for a node."""
 
 

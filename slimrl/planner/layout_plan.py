@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slimrl.algorithms.passes import num_passes
-from slimrl.config.rollout_rules import LARGER_ENGINES
+from slimrl.config.rollout_rules import LARGER_ENGINES, MORE_NODES
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig, RolloutMode
 from slimrl.planner.communication import Communication, logprob_communication, update_communication
@@ -146,22 +146,43 @@ def _problems(
     host = host_bytes_per_node(recipe, memory, hardware)
     if host > hardware.host_memory_gib * GIB:
         problems.append(f"host memory of a node: {host / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}")
-    return problems if facts.engine is None else [*problems, *engine_problems(facts.engine, recipe.rollout, hardware)]
+    return (
+        problems
+        if facts.engine is None
+        else [
+            *problems,
+            *engine_problems(facts.engine, recipe.rollout, hardware, in_fp8=facts.transform is not None),
+        ]
+    )
 
 
-def engine_problems(engine: EnginePlan, rollout: RolloutConfig, hardware: Hardware) -> Iterator[str]:
-    """Reasons why engines cannot start, or cannot generate the longest trajectory."""
+def engine_problems(engine: EnginePlan, rollout: RolloutConfig, hardware: Hardware, *, in_fp8: bool) -> Iterator[str]:
+    """Reasons why engines cannot start, or cannot generate the longest trajectory.
+
+    Args:
+        in_fp8: the engines' weights are in block FP8 already.
+    """
+    larger_gpus = f"GPUs with more memory than {hardware.gpu_memory_gib:g} GiB (--gpu-memory-gib)"
+    elsewhere = f"{MORE_NODES}, or take {larger_gpus}." if in_fp8 else f"{LARGER_ENGINES} Or take {larger_gpus}."
     if engine.trajectories == 0:
-        # An engine that fills its nodes cannot grow there.
+        # An engine that fills its nodes cannot grow there, and no fraction of too little memory is enough.
         larger = rollout.engine_tp < rollout.engine_nodes * hardware.gpus_per_node
+        left = (hardware.gpu_memory_gib - hardware.reserve_gib) * GIB - engine.weights
+        raised = ["rollout.engine_tp"] if larger else []
+        raised += ["rollout.sglang.mem_fraction_static"] if left > 0 else []
+        raise_these = f"; raise {' or '.join(raised)}" if raised else ""
         yield (
-            f"engines: {engine.kv_tokens:,} tokens of KV cache hold no trajectory of "
-            f"{rollout.max_trajectory_tokens:,}; raise {'rollout.engine_tp or ' if larger else ''}"
-            f"rollout.sglang.mem_fraction_static{'' if larger else f'. {LARGER_ENGINES}'}"
+            f"engines: {_no_cache(engine, rollout, hardware, left)}{raise_these}{'' if larger else f'. {elsewhere}'}"
         )
     if rollout.engine_tp > rollout.engine_nodes * hardware.gpus_per_node:
         where = "one node, which has" if rollout.engine_nodes == 1 else f"{rollout.engine_nodes} nodes, which each have"
         yield (
             f"rollout.engine_tp: {rollout.engine_tp} GPUs, but an engine runs on {where} {hardware.gpus_per_node}. "
-            f"{LARGER_ENGINES}"
+            f"{f'{MORE_NODES}.' if in_fp8 else LARGER_ENGINES}"
         )
+
+
+def _no_cache(engine: EnginePlan, rollout: RolloutConfig, hardware: Hardware, left: float) -> str:
+    if left <= 0:
+        return f"weights of {engine.weights / GIB:.1f} GiB leave no room in a GPU's {hardware.gpu_memory_gib:g} GiB"
+    return f"{engine.kv_tokens:,} tokens of KV cache hold no trajectory of {rollout.max_trajectory_tokens:,}"

@@ -36,7 +36,8 @@ def plan_teacher(planned: OfflineRecipe, hardware: Hardware) -> TeacherPlan | No
     engine, limit = known.engine, hardware.gpu_memory_gib
     assert engine is not None
     gpu_bytes = engine.weights + engine.kv_cache + round(hardware.reserve_gib * GIB)
-    problems = [teacher_key(problem) for problem in engine_problems(engine, recipe.rollout, hardware)]
+    found = engine_problems(engine, recipe.rollout, hardware, in_fp8=known.transform is not None)
+    problems = [teacher_key(problem) for problem in found]
     if gpu_bytes > limit * GIB:
         problems.append(f"{gpu_bytes / GIB:.1f} GiB of {limit:g} on a GPU; raise teacher.engine_tp")
     return TeacherPlan(

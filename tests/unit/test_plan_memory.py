@@ -294,12 +294,28 @@ def test_an_engine_of_more_ranks_than_heads_holds_copies_of_keys_and_values_alon
 def test_engines_that_fill_a_node_are_not_told_to_grow():
     recipe = Recipe()
     recipe.rollout.max_trajectory_tokens = 1000
-    engine = SimpleNamespace(trajectories=0, kv_tokens=400)
+    engine = SimpleNamespace(trajectories=0, kv_tokens=400, weights=70 * GIB)
     short = "engines: 400 tokens of KV cache hold no trajectory of 1,000; raise "
     for ranks, instead in (
         (4, "rollout.engine_tp or rollout.sglang.mem_fraction_static"),
         (8, "rollout.sglang.mem_fraction_static. Spread each engine over several nodes"),
     ):
         recipe.rollout.engine_tp = ranks
-        (problem,) = engine_problems(engine, recipe.rollout, HARDWARE)
+        (problem,) = engine_problems(engine, recipe.rollout, HARDWARE, in_fp8=False)
         assert problem.startswith(short + instead)
+
+
+def test_engines_whose_weights_fill_a_gpu_are_told_what_helps_them():
+    recipe = Recipe()
+    recipe.rollout.engine_tp = HARDWARE.gpus_per_node
+    engine = SimpleNamespace(trajectories=0, kv_tokens=0, weights=79.9 * GIB)
+    for in_fp8 in (False, True):
+        (problem,) = engine_problems(engine, recipe.rollout, HARDWARE, in_fp8=in_fp8)
+        assert problem.startswith("engines: weights of 79.9 GiB leave no room in a GPU's 80 GiB. Spread each engine")
+        assert "more memory than 80 GiB (--gpu-memory-gib)" in problem
+        assert "mem_fraction_static" not in problem
+        assert ("slimrl-tools quantize" in problem) != in_fp8
+    # An engine of fewer GPUs than its node has may grow there.
+    recipe.rollout.engine_tp //= 2
+    (problem,) = engine_problems(engine, recipe.rollout, HARDWARE, in_fp8=True)
+    assert problem.endswith("80 GiB; raise rollout.engine_tp")
