@@ -35,7 +35,8 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
     if is_pipe(path):
         raise ValueError(f"{path}: a pipe, which the job could not read. Write the recipe to a file.")
     command: Command = "sft" if job.sft else "train"
-    planned = read_offline(path, overrides, command, files=files, model_needed=False)
+    in_image = job.container is not None
+    planned = read_offline(path, overrides, command, files=files, model_needed=False, in_image=in_image)
     loaded = planned.loaded
     _check_settings(path, job)
     _check_nodes(loaded, job)
@@ -79,9 +80,15 @@ def _check_nodes(loaded: LoadedRecipe, job: SlurmJob) -> None:
     needed = nodes_needed(loaded.recipe, job.gpus_per_node, sft=job.sft)
     if needed == job.nodes:
         return
-    wrong = "is too few" if needed > job.nodes else "leaves some idle; ask for reserve nodes with --spares"
     nodes = "1 node" if needed == 1 else f"{needed} nodes"
-    raise ValueError(f"{loaded.path}: needs {nodes} of {job.gpus_per_node} GPUs; --nodes {job.nodes} {wrong}.")
+    need = f"{loaded.path}: needs {nodes} of {job.gpus_per_node} GPUs; --nodes {job.nodes}"
+    layouts = f"`slimrl plan {loaded.path} --suggest --gpus RANKS` lists layouts of another number of trainer ranks."
+    if needed > job.nodes:
+        raise ValueError(f"{need} is too few. {layouts}")
+    raise ValueError(
+        f"{need} leaves some idle. To use them raise trainer.num_ranks or rollout.num_engines, or keep them in reserve "
+        f"with --nodes {needed} --spares {job.nodes - needed}. {layouts}"
+    )
 
 
 def _check_files(loaded: LoadedRecipe, job: SlurmJob) -> list[Violation]:

@@ -99,7 +99,12 @@ def test_nodes_that_the_run_would_not_use_are_refused_but_as_spares():
     recipe = f"{FAMILY}/qwen3_30b_a3b_gspo_disaggregated.yaml"
     refused = launch(recipe, "--nodes", "4")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "needs 2 nodes of 8 GPUs; --nodes 4 leaves some idle; ask for reserve nodes with --spares." in refused.stderr
+    said = refused.stderr
+    assert "needs 2 nodes of 8 GPUs; --nodes 4 leaves some idle. To use them raise trainer.num_ranks or " in said
+    assert "rollout.num_engines, or keep them in reserve with --nodes 2 --spares 2." in said
+    assert f"`slimrl plan {recipe} --suggest --gpus RANKS` lists layouts" in said
+    few = launch(recipe, "--nodes", "1").stderr
+    assert f"needs 2 nodes of 8 GPUs; --nodes 1 is too few. `slimrl plan {recipe} --suggest --gpus RANKS` lists" in few
     assert "#SBATCH --nodes=4\n" in launch(recipe, "--nodes", "2", "--spares", "2").stdout
 
 
