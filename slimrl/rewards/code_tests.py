@@ -142,7 +142,7 @@ def _of_object(where: str, value: dict[str, Any], row: Mapping[str, Any]) -> Tes
     if "test" in value:
         return _of_texts(f"{where}.test", [value["test"]], row)
     if "test_list" in value:
-        return _of_texts(where, [text for key in _TEXTS for text in value.get(key) or []], row)
+        return _of_texts(where, [text for key in _TEXTS for text in _decoded(key, value.get(key) or [])], row)
     if any(key in value for key in _CASES):
         cases = [_decoded(f"{where}.{key}", value[key]) for key in _CASES if value.get(key)]
         return _of_cases(where, [one for part in cases for one in _as_list(where, part)], row)
@@ -238,7 +238,9 @@ def _as_list(where: str, value: Any) -> list[Any]:
 def _of_texts(where: str, texts: Sequence[Any], row: Mapping[str, Any]) -> Texts:
     if not texts:
         raise ValueError(f"{where}: has no tests")
-    imports = _each("test_imports", _as_list("test_imports", row.get("test_imports") or []), _lines)
+    imports = _each(
+        "test_imports", _as_list("test_imports", _decoded("test_imports", row.get("test_imports") or [])), _lines
+    )
     setup = "\n".join([*imports, _lines("test_setup_code", row.get("test_setup_code") or "")]).replace("\r\n", "\n")
     entry = row.get("entry_point") or ""
     if not isinstance(entry, str):

@@ -182,6 +182,11 @@ def test_tests_that_check_nothing_or_mean_nothing_known_are_refused(label, probl
         read(label)
 
 
+def test_lists_beside_the_tests_may_be_json_text():
+    found = read({"test_list": '["assert f(1) == 2"]', "test_imports": '["import math"]'})
+    assert (found.texts, found.setup.strip()) == (["assert f(1) == 2"], "import math")
+
+
 async def test_the_tests_of_a_prompt_whose_trajectories_end_together_are_read_once(monkeypatch):
     read = []
     monkeypatch.setattr("slimrl.rewards.code.read_tests", lambda prompt, _: read.append(prompt))
