@@ -96,7 +96,6 @@ def test_no_alias_is_a_name_of_ours():
         ("trainer.parallel.vpp", "trainer.parallel.virtual_pipeline"),
         ("custom_reward_function.path", "reward.function (written module:function)"),
         ("trainer.optimizer.betas", "trainer.optimizer.beta1 (and beta2)"),
-        ("critic.learning_rate", "critic.trainer.optimizer.lr"),
         ("critic.gamma", "critic.discount"),
         ("tracking.project", "tracking.wandb_project"),
         ("run.output_dir", "run.dir"),
