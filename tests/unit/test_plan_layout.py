@@ -122,7 +122,7 @@ def planned(given: Recipe, hardware: Hardware, *, sft: bool = False, mean_tokens
     model = SimpleNamespace(mtp_layers=0)
     engine = None if sft else ENGINE
     facts = SimpleNamespace(
-        shape=SHAPE, parameters=PARAMETERS, slot_bytes=GIB, engine=engine, adapters=None, model=model
+        transform=None, shape=SHAPE, parameters=PARAMETERS, slot_bytes=GIB, engine=engine, adapters=None, model=model
     )
     return plan_layout(facts, given, STAGES, LAYERS, hardware, sft=sft, mean_tokens=mean_tokens)
 
