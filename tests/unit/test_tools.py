@@ -698,3 +698,20 @@ async def test_tools_end_with_their_episode_even_if_what_it_kept_does_not_close(
     with pytest.raises(OSError, match="gone"):
         await environment.close()
     assert tools.num_ended == 1
+
+
+class Letters(pydantic.BaseModel):
+    text: str = pydantic.Field(pattern=r"^\p{L}+$")
+
+
+def test_a_pattern_that_python_cannot_read_is_refused_where_the_tool_is_made():
+    def spell(word: Letters) -> str:
+        """Spell.
+
+        Args:
+            word: of letters
+        """
+        return word.text
+
+    with pytest.raises(ValueError, match=r"the pattern '\^\\\\p\{L\}\+\$' cannot be judged"):
+        make_tool(spell)
