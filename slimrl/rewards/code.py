@@ -207,5 +207,5 @@ def _same_word(printed: str, expected: str) -> bool:
     if ours == theirs or not set(expected) & set(".eE"):
         return ours == theirs
     # Of whole numbers, however they are written, the next one is never near.
-    size = min(abs(theirs), 1) if theirs == theirs.to_integral_value() else abs(theirs)
+    size: Decimal = min(abs(theirs), Decimal(1)) if theirs == theirs.to_integral_value() else abs(theirs)
     return abs(ours - theirs) <= ABSOLUTE + RELATIVE * size

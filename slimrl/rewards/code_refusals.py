@@ -26,13 +26,14 @@ def refuse_what_is_apart(test: Code, program: Collection[str]) -> None:
             if any(isinstance(one, ast.Lambda) or (isinstance(one, ast.Name) and one.id in functions) for one in given):
                 raise ValueError(f"line {node.lineno}: gives the program a function, which stays in the test's process")
         for name in sorted({*_classes(node)} & {*program}):
-            raise ValueError(f"line {node.lineno}: asks for the class {name}, which stays in the program's process")
+            line = getattr(node, "lineno", 0)
+            raise ValueError(f"line {line}: asks for the class {name}, which stays in the program's process")
         if isinstance(node, ast.Name | ast.Attribute | ast.Constant) and ast.unparse(node).strip("'\"").endswith(
             _PRINTED
         ):
             raise ValueError(f"line {node.lineno}: looks at what is printed, which stays in the program's process")
-    for line, name in _changed(test, names):
-        raise ValueError(f"line {line}: {name} may be changed in place, which is not seen in the test's process")
+    for place, name in _changed(test, names):
+        raise ValueError(f"line {place}: {name} may be changed in place, which is not seen in the test's process")
 
 
 def _candidates(test: Code) -> Iterator[str]:

@@ -117,7 +117,7 @@ def record(name: str, fields: list[str], items: list[Any]) -> Any:
     """A named tuple, of a shared class if it is one."""
     kind: Any = SHARED.get(name)
     if not hasattr(kind, "_make"):
-        kind = namedtuple(name, fields)  # type: ignore[misc]
+        return namedtuple(name, fields)._make(items)  # type: ignore[misc, attr-defined]
     return kind._make(items)
 
 
