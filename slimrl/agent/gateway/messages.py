@@ -72,7 +72,7 @@ def _in_order(calls: Sequence[dict[str, Any]], answers: Sequence[Message], place
     given: dict[int, Message] = {}
     for place_of_answer, answer in enumerate(answers, place):
         call_id = answer.get("tool_call_id") or next((call["id"] for call in open_calls.values()), None)
-        if not (those := numbers.get(call_id)):
+        if not (those := numbers.get(call_id or "")):
             told = f"messages[{place_of_answer}]: answers the call {call_id!r}"
             raise refused(f"{told}, which is none of the message before it")
         number = those.popleft()
