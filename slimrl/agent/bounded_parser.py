@@ -19,7 +19,8 @@ from slimrl.data.threads import ReusedThreads
 
 log = logging.getLogger(__name__)
 NUM_PROCESSES = min(8, max(2, len(os.sched_getaffinity(0)) // 4))
-"""Of one interpreter, at most; one parses a thousand turns a second, or holds up others by its CPU time for a turn."""
+"""The most processes of one interpreter; one parses a thousand turns a second, or holds up others by its CPU time for
+a turn."""
 NOT_IN_TIME = "malformed tool call: it takes too long to read"
 
 

@@ -170,7 +170,7 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
 
 
 def _unknown_type(function: Callable[..., Any]) -> str | None:
-    """Of the first parameter whose annotation is a class that no schema describes; None if there is none."""
+    """The problem of the first parameter whose annotation is a class that no schema describes; None without one."""
     hints = {name: hint for name, hint in typing.get_type_hints(function).items() if name != "return"}
     for name, hint in hints.items():
         try:

@@ -85,7 +85,7 @@ def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
 
 
 def _wrong_signature(recipe: Recipe, key: str, node: ast.AST) -> Iterator[str]:
-    """Of a function that the run would call in vain."""
+    """What is wrong with a function that the run would call in vain."""
     if schema_key(key) in TOOLS:
         yield from tool_problems(node, recipe.agent.tool_args)
         return

@@ -75,7 +75,7 @@ def near_name(wrong: str, known: Iterable[str]) -> str | None:
 
 
 def _words(name: str) -> list[str]:
-    """Of a key, each as its singular."""
+    """The words of a key, each as its singular."""
     return [word.rstrip("s") for word in name.split("_")]
 
 

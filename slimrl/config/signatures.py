@@ -100,7 +100,8 @@ def _is_tool(decorator: ast.expr) -> bool:
 
 
 def _parameters(node: ast.AST) -> list[inspect.Parameter] | None:
-    """Of a function or a lambda; None if the source does not tell them. Annotations are the last part of their text."""
+    """The parameters of a function or a lambda; None if the source does not tell them. Annotations are the last part of
+    their text."""
     if not (isinstance(node, ast.Lambda) or is_judged(node)):
         return None
     given = node.args  # type: ignore[attr-defined]

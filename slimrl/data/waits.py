@@ -39,7 +39,7 @@ class Waits:
 
 
 _WAITS: ContextVar[Waits | None] = ContextVar("waits", default=None)
-"""Of the call that this context belongs to; `in_thread` passes it on."""
+"""The waits of the call that this context belongs to; `in_thread` passes them on."""
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class SlurmJob:
     """Further sbatch options, each `--NAME` or `--NAME=VALUE`"""
     signal_s: int = SIGNAL_S
     name: str | None = None
-    """Of the run, after which the job is named; None for the recipe's file"""
+    """The run's name, after which the job is named; None for that of the recipe's file"""
     sft: bool = False
     resume: bool = False
     overwrite: bool = False
@@ -129,7 +129,7 @@ def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
 
 
 def job_name(path: Path, job: SlurmJob) -> str:
-    """Of the job, without `slimrl-`."""
+    """The job's name, without `slimrl-`."""
     return job.name or path.stem
 
 

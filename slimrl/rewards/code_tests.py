@@ -28,7 +28,7 @@ from slimrl.rewards.code_checks import BEGUN, Code, Sources, check_test, parsed,
 from slimrl.rewards.code_refusals import refuse_what_is_apart
 
 MAX_UNPACKED_BYTES = 256 * 1024**2
-"""Of LiveCodeBench's compressed tests."""
+"""The most bytes of LiveCodeBench's compressed tests."""
 PRELUDE = "".join(f"from {module} import *\nimport {module}\n" for module in BEGUN)
 """What programs that are called by name need not import: the begun programs of LeetCode, APPS and TACO count on it."""
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)

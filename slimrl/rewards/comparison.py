@@ -29,7 +29,8 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Expr
 
 MAX_RELATIVE_DIFFERENCE = 1e-6
-"""Of two numbers that are equal. math-verify rounds to 6 places, with which all numbers below 1e-7 would be equal."""
+"""The largest difference of two numbers that are equal. math-verify rounds to 6 places, with which all numbers below
+1e-7 would be equal."""
 
 _NORMALIZATION = replace(LatexExtractionConfig().normalization_config, units=False)
 """math-verify's own, but for units: it would drop letters such as m and t from the end, of `3m` and of `2ab`."""

@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 
 MAX_DIGITS = 4000
-"""Of a number, and its greatest exponent of ten. Python refuses to convert longer ones."""
+"""The most digits of a number, and its greatest exponent of ten. Python refuses to convert longer ones."""
 BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)", re.ASCII)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _MARKS = str.maketrans("", "", "*_`#~")
-"""Of Markdown; not `>`, which begins a quotation."""
+"""Marks of Markdown; not `>`, which begins a quotation."""
 _IS = r" *[:=\uff1a] *"
 _SCORE = re.compile(
     rf"(?:(?:final|overall|total) )?score{_IS}"

@@ -56,7 +56,7 @@ QUICK = {
     "busy forks whose names are no text",
     "busy forks in sessions of their own",
 }
-"""Of each kind one. What they take of the host is measured in the full set: it is the host's memory that is measured,
+"""One of each kind. What they take of the host is measured in the full set: it is the host's memory that is measured,
 where tests that run beside take hundreds of megabytes."""
 
 

@@ -43,7 +43,7 @@ def test_headings_to_which_pages_link_are_there():
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """The anchors of the headings of a page, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 

@@ -219,7 +219,7 @@ ctypes.CDLL(None).syscall(60, 0)
 
 
 def test_processes_whose_first_threads_have_ended_share_no_memory():
-    """Of the threads that have ended, as of those of the kernel, the kernel says that they have the same: none."""
+    """The kernel says of threads that have ended that they have the same memory: none."""
     with ExitStack() as stack:
         pids = []
         for _ in range(2):

@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 class Field:
     verdict: Verdict
     reason: str = ""
-    """Of an ignored or refused one; a sentence behind its name"""
+    """Why a field is ignored or refused; a sentence behind its name"""
     asks_nothing: tuple[Any, ...] = ()
     """Values with which it is as good as absent; an object is told by its `type`"""
 

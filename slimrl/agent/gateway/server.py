@@ -38,7 +38,7 @@ http_log.addFilter(is_ours)
 
 APIS = (chat_completions, responses, anthropic_messages)
 PREFIXES = ("/v1", "")
-"""Of the paths: some clients want the version in the base address, and some leave it out."""
+"""The version in the paths: some clients want it in the base address, and some leave it out."""
 MODEL = "policy"
 """Name of the model for clients that list them; a request may name any."""
 UNKNOWN = "no session under way has this address and this key"

@@ -141,7 +141,7 @@ class Session:
         return attempt.reply
 
     async def num_tokens(self, request: ChatRequest) -> int:
-        """Of the context after which the policy would answer a request. Raises ApiError."""
+        """The number of tokens of the context after which the policy would answer a request. Raises ApiError."""
         self._admit()
         return len((await self._context(request)).tokens)
 

@@ -26,7 +26,7 @@ class Process:
     path: str
     """Within the run's /proc, of a thread that has not ended."""
     state: str
-    """Of that thread."""
+    """That thread's state, as in proc/PID/stat."""
     faults: int
     cpu_ticks: int
     priority: int
