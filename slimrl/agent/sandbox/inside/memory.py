@@ -3,10 +3,12 @@
 1. Each look is cheap, and gives a bound from above: the private memory of the last exact measurement; a page for each
    page fault of these processes since, for the kernel gives memory to a program in no other way, and one page at a time
    (confine.py); all that is resident of processes that have begun since, though they share what they inherit; what is
-   in the run's tmpfs; and the most that its sockets, open files, mappings and processes can hold.
-2. Only if the bound is above the limit is the private memory measured, page by page, which takes about a millisecond
-   for each process. If there are several, they are stopped meanwhile, or they would take on.
-3. The next look comes before the run could have taken what is left: at most SAMPLE_S later.
+   in the run's tmpfs; the most that its sockets, open files, mappings and processes can hold; and what the run could
+   have taken while it was looked at, which takes tens of milliseconds where many processes want the cores.
+2. All of it is measured, the private memory page by page, if the bound is above the limit, or if the look comes so late
+   that the run could have taken what was left. That takes about a millisecond for each process. If there are several,
+   they are stopped first, or they would take on.
+3. The next look comes when the run could have taken half of what is left: at most SAMPLE_S later.
 
 Memory that is seen in none of these ways cannot be had: seccomp.py refuses the calls.
 """
@@ -14,6 +16,7 @@ Memory that is seen in none of these ways cannot be had: seccomp.py refuses the 
 import os
 import signal
 import socket
+import time
 
 from slimrl.agent.sandbox.inside.processes import Key, Process, RunProcesses
 
@@ -49,17 +52,38 @@ class RunMemory:
     def __init__(self, processes: RunProcesses, limit_bytes: int, given_bytes: int, most_processes: int) -> None:
         self._processes, self._limit_bytes, self._given_bytes = processes, limit_bytes, given_bytes
         self._bytes_per_s = BYTES_PER_S * min(most_processes, os.cpu_count() or 1)
+        self._bound, self._bound_at = 0, time.monotonic()
         self._private_bytes = 0
         self._faults: dict[Key, int] = {}
         self._mappings: dict[Key, tuple[int, int]] = {}
         """Their number, and the process's CPU time when they were counted."""
-        self.next_look_s = self._until(0)
 
-    def exceeds(self, found: dict[Key, Process]) -> bool:
+    @property
+    def next_look_s(self) -> float:
+        """From now."""
+        half_s = (self._limit_bytes - self._bound) / (2 * self._bytes_per_s)
+        return min(SAMPLE_S, max(SHORTEST_SAMPLE_S, half_s))
+
+    def exceeds(self) -> bool:
         """Whether the run holds more than its limit. Sets `next_look_s`."""
-        held = self._given_bytes + self._held_bytes(found)
-        bound = (
-            held
+        now = time.monotonic()
+        bound = self._bound + self._taken_since(self._bound_at)
+        if bound <= self._limit_bytes:
+            found = self._processes.found()
+            self._processes.yield_to_others(found)
+            bound = self._bound_from_above(found) + self._taken_since(now)
+        if bound > self._limit_bytes:
+            bound = self._measure()
+        self._bound, self._bound_at = bound, time.monotonic()
+        return bound > self._limit_bytes
+
+    def _taken_since(self, when: float) -> int:
+        """The most that the run can have taken since then."""
+        return int(self._bytes_per_s * (time.monotonic() - when))
+
+    def _bound_from_above(self, found: dict[Key, Process]) -> int:
+        return (
+            self._held_bytes(found)
             + self._private_bytes
             + PAGE_BYTES
             * sum(
@@ -67,19 +91,13 @@ class RunMemory:
                 for key, one in found.items()
             )
         )
-        if bound > self._limit_bytes:
-            bound = held + self._measure(found)
-        self.next_look_s = self._until(bound)
-        return bound > self._limit_bytes
-
-    def _until(self, bound: int) -> float:
-        return min(SAMPLE_S, max(SHORTEST_SAMPLE_S, (self._limit_bytes - bound) / self._bytes_per_s))
 
     def _held_bytes(self, found: dict[Key, Process]) -> int:
         """The most that the run holds besides the private memory of its processes."""
         tmpfs_bytes, num_inodes = self._processes.tmpfs()
         num_files = sum(len(self._processes.entries(f"{one.path}/fd")) for one in found.values())
-        held = tmpfs_bytes + INODE_BYTES * num_inodes + FILE_BYTES * num_files + PROCESS_BYTES * len(found)
+        held = self._given_bytes + tmpfs_bytes + INODE_BYTES * num_inodes
+        held += FILE_BYTES * num_files + PROCESS_BYTES * len(found)
         held += self._processes.num_sockets() * _socket_bytes() + MAPPING_BYTES * self._num_mappings(found)
         too_many_locks = self._processes.count_lines("locks", MAX_LOCKS) > MAX_LOCKS
         return held + (self._limit_bytes if too_many_locks else 0)
@@ -97,8 +115,9 @@ class RunMemory:
         most = max((number for number, _ in known.values()), default=0)
         return sum(known[key][0] if key in known else most for key in found)
 
-    def _measure(self, found: dict[Key, Process]) -> int:
-        """Bytes of private memory and page tables. What processes share, of forks and of threads alike, counts once."""
+    def _measure(self) -> int:
+        """Bytes that the run holds. What processes share, of forks and of threads alike, counts once."""
+        found = self._processes.found()
         stopped: dict[str, None] = {}
         if len(found) > 1:
             while new := [key[0] for key, one in found.items() if key[0] not in stopped and one.state not in "TtZX"]:
@@ -106,6 +125,7 @@ class RunMemory:
                     self._processes.signal(name, signal.SIGSTOP)
                     stopped[name] = None
                 found = self._processes.found()  # with those that they have forked meanwhile
+            self._processes.yield_to_others(found)
         self._faults = {key: one.faults for key, one in found.items()}
         shown = {key: self._processes.read(f"{one.path}/smaps_rollup") for key, one in found.items()}
         self._private_bytes = sum(
@@ -113,9 +133,10 @@ class RunMemory:
             + _sum_bytes(self._processes.read(f"{found[key].path}/status"), ("VmPTE:",))
             for key in self._processes.without_sharers({key: text.partition(" ")[0] for key, text in shown.items()})
         )
+        bound = self._held_bytes(found) + self._private_bytes
         for name in stopped:
             self._processes.signal(name, signal.SIGCONT)
-        return self._private_bytes
+        return bound
 
 
 def _socket_bytes() -> int:

@@ -50,9 +50,7 @@ class _Run:
 
     def look(self) -> None:
         if not self.killed and self.processes.open():
-            found = self.processes.found()
-            self.over_memory = self.memory.exceeds(found)
-            self.processes.yield_to_others(found)
+            self.over_memory = self.memory.exceeds()
         if self.killed or self.over_memory:
             self.kill()
         else:
