@@ -48,7 +48,7 @@ class Case:
     """Case whose trained model of seed 0 is the teacher"""
     recipe: str = "gspo_calculator.yaml"
     panel: str = "algorithms, one seed"
-    """Of the plot; empty to leave it out there"""
+    """Name of the plot's panel; empty to leave the case out of the plot"""
 
 
 def algorithm(name: str, *more: str, lr: float = TOKEN_LR, **options: Any) -> Case:
@@ -208,7 +208,7 @@ def _run_name(case: str, seed: int) -> str:
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each case the area under the curve (mean accuracy over the steps) and the final accuracy: mean and spread."""
+    """Each case's mean and spread of the area under the curve (mean accuracy over the steps) and the final accuracy."""
     table = {}
     for name, by_seed in results.items():
         curves = [np.array(run["curve"]) for run in by_seed.values()]

@@ -53,7 +53,7 @@ class Ways:
         self._rollout = RolloutConfig(max_turns=num_turns, max_trajectory_tokens=2**20)
         self.turns = turns_of(self._dialogues.chat, num_turns)
         self.requests: list[GenerateRequest] = []
-        """Of one episode"""
+        """Requests of one episode"""
 
     def play_of(self, name: str, engine: Engine) -> Play:
         """A way's play on an engine."""

@@ -21,7 +21,7 @@ LOST = ("filtered", "failed", "dropped")
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
     lines: Sequence[Mapping[str, Any]]
-    """Of groups that left up to the last step"""
+    """Lines of the groups that left up to the last step"""
     left: Sequence[Mapping[str, Any]]
     """The same of those that left since"""
     present: Sequence[int]
@@ -29,7 +29,7 @@ class Ledger:
     admission: Mapping[str, Any]
     """Its state at the end"""
     metrics: Sequence[Mapping[str, Any]]
-    """Of each step"""
+    """Metrics of each step"""
 
     @classmethod
     def read(cls, folder: RunFolder) -> "Ledger":

@@ -44,7 +44,7 @@ from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.servers.server import EngineServer
 
 KEY = new_key()
-"""Of the engine"""
+"""The engine's key"""
 NEW_TOKENS = 8
 GREEDY = SamplingConfig(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_end_of_turn=True)
 ENGINE_S = 1.0

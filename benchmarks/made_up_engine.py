@@ -23,7 +23,7 @@ SYSTEM_PROMPT = "Put the answer in \\boxed{}."
 
 
 def dialogues_of_policy() -> Dialogues:
-    """Of a policy that calls tools as Qwen2.5 does."""
+    """Dialogues of a policy that calls tools as Qwen2.5 does."""
     tokenizer = build_tokenizer()
     chat = ChatFormat(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
     return Dialogues(chat, partial(make_parser, "qwen25"), stop_at_call=True)
@@ -50,7 +50,7 @@ class MadeUpEngine(Engine):
         self.release = asyncio.Event()
         self.num_held = self.num_turns = self.most_sessions = 0
         self.version = 1
-        """Of the weights"""
+        """Version of the weights"""
         self._turn_of: dict[str, int] = {}
 
     def close(self, session_id: str) -> None:

@@ -27,7 +27,7 @@ class MadeUpEpisodes:
             "sampled_tokens": sum(int(s.loss_mask.sum()) for trajectory in made for s in trajectory.segments),
             "trajectory_bytes": sum(map(len, self._made)),
         }
-        """Of all trajectories; the bytes are of the pickled ones"""
+        """Sums over all trajectories; the bytes are those of the pickled ones"""
 
     async def start(self) -> None:
         return
@@ -46,7 +46,7 @@ class MadeUpEpisodes:
 
 
 def trajectory_of(number: int, rng: np.random.Generator) -> Trajectory:
-    """Of several turns: a prompt, then in turn what the policy sampled and a tool's result; right or wrong."""
+    """A trajectory: a prompt, then by turns what the policy sampled and a tool's result; right or wrong."""
     num_turns = int(rng.integers(1, MOST_TURNS + 1))
     drawn = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, num_turns).astype(int)
     sampled = np.clip(drawn, 1, MOST_TOKENS // num_turns)

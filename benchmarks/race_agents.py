@@ -36,7 +36,7 @@ LENGTHS = (1, 2, 2, 3, 4, 5, 6, 7, 9, 11, 13, 16, 20, 27, 39, 75)
 """Sixteenths of a lognormal distribution with the median 8 and a deviation of the logarithm of 1.2"""
 MAX_TURNS = max(TURNS)
 MAX_NEW_TOKENS, MAX_TRAJECTORY_TOKENS = 320, 2048
-"""Of a turn, and of a trajectory with its prompt; more than the longest demonstration has"""
+"""Token limits of a turn, and of a trajectory with its prompt; the longest demonstration has fewer"""
 SFT_UPDATES, SFT_CONVERSATIONS = 500, 8000
 LEARNING_RATE = 1e-7
 SLIMRL = (

@@ -52,7 +52,7 @@ PROMPTS = [
     for number in range(1000)
 ]
 DEADLINE_S = 1800.0
-"""Of a batch"""
+"""Deadline of a batch"""
 START_S = 2.0
 """Times the factor of the latencies: within it all episodes have begun. The lags of the loop are counted apart."""
 

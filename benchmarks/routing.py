@@ -38,7 +38,7 @@ from slimrl.rollout.servers.process import ServerError
 from slimrl.rollout.servers.server import EngineServer
 
 KEY = new_key()
-"""Of the engines"""
+"""Key of the engines"""
 PROMPT_TOKENS = (64, 256)
 TURN_TOKENS, GROUP_SPREAD, TURN_SPREAD, MOST_TOKENS = 12, 0.7, 0.7, 160
 """Median of a turn's new tokens, standard deviations of their logarithm between groups and between turns, and most."""

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 REQUIREMENTS, LOCK = ROOT / "requirements" / "trl.txt", ROOT / "requirements" / "lock.txt"
 INSTALL_TIMEOUT_S, RUN_TIMEOUT_S = 1800.0, 3600.0
 NUM_RANKS = 2
-"""Of both sides, one thread each"""
+"""Trainer ranks of either side, one thread each"""
 ALLOCATOR = "tcmalloc_minimal"
 Steps = list[dict[str, float]]
 

@@ -10,7 +10,7 @@ from slimrl.agent.calculator import calculator as fast_calculator
 from slimrl.agent.tools import EpisodeInfo
 
 MEDIAN_S, SIGMA, LONGEST_S = 1.0, 1.2, 60.0
-"""Of a lognormal distribution of the waits, cut off: one call of a hundred takes 16 s."""
+"""Lognormal distribution of the waits, with an upper limit: one call in a hundred takes 16 s or longer."""
 HELDOUT = "heldout"
 """Prompts of the file of this name are answered at once: an evaluation measures the policy alone."""
 
