@@ -44,7 +44,7 @@ class Plan:
     files: Mapping[str, int]
     """Name -> tensor bytes."""
     largest_bytes: int
-    """Of the largest tensor that a process holds whole."""
+    """Size of the largest tensor that a process holds whole."""
 
     def describe(self, processes: int) -> str:
         """Lines for a terminal."""

@@ -120,7 +120,7 @@ def _check_layout(config: dict[str, Any], parallel: ParallelConfig) -> None:
 
 
 def _stored_dtype(entry: Entry, reader: CheckpointReader, dtype: str | None) -> torch.dtype:
-    """Of an entry's tensor: as its rule fixes, else `dtype`, else the promotion of its source dtypes."""
+    """The stored dtype of an entry: the one its rule fixes, else `dtype`, else the promotion of its source dtypes."""
     wanted = [
         tensor.dtype if dtype is not None and tensor.dtype else dtype or reader.specs[tensor.name].dtype
         for tensor in entry.hf

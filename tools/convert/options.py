@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of a conversion in either direction."""
+    """Options of a conversion in either direction."""
 
     dtype: str | None = None
     """As torch prints it; None for that of the source. Tensors that a model keeps in float32 stay so."""

@@ -35,7 +35,7 @@ RECORDS = ".records"
 """Folder of an unfinished output, with a record of each finished file."""
 
 CHECKED_SUFFIXES = (".safetensors", ".json", ".distcp", ".metadata")
-"""Of the source files whose size and modification time identify a job."""
+"""Suffixes of the source files whose size and modification time identify a job."""
 
 
 @contextmanager

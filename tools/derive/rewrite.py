@@ -44,7 +44,7 @@ class Rewrite:
     config: dict[str, Any]
     """Becomes config.json."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the command; a resumed run must have the same."""
+    """The command's options; a resumed run must have the same."""
     compare: Callable[[Path, Advance], None] | None = None
     """Compares the written folder with the source, and advances by the bytes of all `specs`. Raises CheckFailed."""
 

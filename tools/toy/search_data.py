@@ -62,7 +62,7 @@ RELATIONS = {
 
 
 Names = dict[str, list[str]]
-"""Of each kind: person, company, town"""
+"""Kind (person, company, town) -> the names of that kind"""
 
 
 def make_names(rng: random.Random) -> Names:
@@ -107,7 +107,7 @@ class World:
 class Question:
     text: str
     name: str
-    """Of the person or company that it is about"""
+    """The person or company that it is about"""
     path: tuple[str, ...]
     """The relations that lead to the answer"""
     values: tuple[str, ...]

@@ -23,7 +23,7 @@ from slimrl.models.family import family_of
 class LogitRequest:
     num_prompts: int
     num_tokens: int
-    """Of each prompt."""
+    """Length of each prompt."""
     dtype: str
     """Precision of both models: float32 or bfloat16."""
 
