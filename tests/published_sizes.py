@@ -8,7 +8,7 @@ class PublishedSize(NamedTuple):
 
     total_b: float
     active_b: float
-    """Of these, how many a token passes through; all of a dense model's."""
+    """Parameters that a token passes through; all of a dense model's."""
 
 
 PUBLISHED_SIZES = {

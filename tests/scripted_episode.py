@@ -46,7 +46,7 @@ def call_text(name: str, **arguments) -> str:
 def runner_of(
     *texts: str, tools: ToolBox | None = None, environment: MakeEnvironment | None = None, agent=None
 ) -> EpisodeRunner:
-    """Of the tools or of the environment."""
+    """A runner of episodes with these tools or this environment."""
     agent, rollout = agent or AgentConfig(), RolloutConfig(max_trajectory_tokens=100_000, max_turns=50)
     return EpisodeRunner(
         engine=ScriptedEngine(*texts),

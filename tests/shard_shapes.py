@@ -7,7 +7,7 @@ from slimrl.models.weight_map import Entry, Slices
 
 
 def shard_shape(entry: Entry, count: int) -> tuple[int, ...]:
-    """Of one of `count` equal shards of the Megatron tensor."""
+    """Shape of one of `count` equal shards of the Megatron tensor."""
 
     def on_meta(_: str, slices: Slices) -> Tensor:
         return torch.empty([part.stop - part.start for part in slices], device="meta")

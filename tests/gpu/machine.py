@@ -47,7 +47,7 @@ def spin(seconds: float) -> None:
 
 @functools.cache
 def cycles_per_s() -> float:
-    """Of the spinning kernel. Call it before a test that must not wait for its measurement."""
+    """Clock rate, measured with a spinning kernel. Call it before a test that must not wait for the measurement."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 10**8
     torch.cuda._sleep(cycles)

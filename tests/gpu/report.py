@@ -23,7 +23,7 @@ class Row:
 
 
 def rows(stats: Mapping[str, Iterable[Any]]) -> list[Row]:
-    """Of the terminal reporter's reports by outcome: one row for each test, in order of tiers."""
+    """One row for each test in the terminal reporter's reports by outcome, in order of tiers."""
     found = [
         _row(report, outcome)
         for outcome in ("passed", "failed", "error", "skipped")

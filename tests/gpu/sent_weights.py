@@ -28,6 +28,6 @@ def weights(num_buckets: int) -> dict[str, torch.Tensor]:
 
 
 def session(source, engines, transport: TransportName = TransportName.ipc) -> ResyncSession:
-    """Of a trainer of one rank; every tensor of every version is compared."""
+    """The resync session of a trainer of one rank; every tensor of every version is compared."""
     config = ResyncConfig(transport=transport, bucket_bytes=bucket_bytes(), verify=VerifyMode.full, timeout_s=30.0)
     return ResyncSession(source, engines, config, rank=0, run_id=RUN_ID)

@@ -15,7 +15,7 @@ class Card:
     processors: int
     """Streaming multiprocessors, by the data sheets"""
     shared_bytes: int
-    """Of shared memory that a block may ask for, by NVIDIA's programming guide"""
+    """Shared memory that a block may ask for, by NVIDIA's programming guide"""
 
 
 CARDS = {

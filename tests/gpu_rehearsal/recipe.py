@@ -8,7 +8,7 @@ from typing import Any
 from slimrl.toys.toy_configs import TOYS, ToySize
 
 TOY = TOYS["qwen3_moe"](ToySize(hidden=128, head_dim=64, moe_intermediate=128)) | {"vocab_size": 512}
-"""Of recipes/single_gpu, as docs/recipes.md has it made"""
+"""Hugging Face config of the toy model of recipes/single_gpu, as docs/recipes.md has it made"""
 
 
 def published(hf_config: dict[str, Any]) -> dict[str, Any]:

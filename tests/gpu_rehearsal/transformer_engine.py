@@ -24,7 +24,7 @@ ENUMERATIONS = {
 
 
 class _Names(type):
-    """Of a class any of whose attributes is a number of its own."""
+    """Metaclass that gives each attribute of a class a number of its own."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):

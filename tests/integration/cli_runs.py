@@ -38,7 +38,7 @@ class Workspace:
     path: Path
 
     def overrides(self, *more: str) -> list[str]:
-        """Of the calculator recipe: few short trajectories of a model that cannot yet do anything."""
+        """Overrides of the calculator recipe: few short trajectories of a model that cannot yet do anything."""
         data = self.path / "data"
         return [
             f"run.dir={self.path / 'runs'}",

@@ -149,7 +149,7 @@ class FakeJob:
             shutil.rmtree(folder, ignore_errors=True)
 
     def temp_dirs(self) -> list[Path]:
-        """Of Ray, on all nodes."""
+        """Ray's temporary folders on all nodes."""
         return sorted(Path("/tmp").glob(f"slimrl-ray-{self.job_id}-*"))
 
     def _note(self) -> None:

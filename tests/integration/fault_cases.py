@@ -25,7 +25,7 @@ from slimrl.rollout.servers.server import EngineServer
 from slimrl.trainer.weight_source import MegatronWeightSource
 
 CALL_TIMEOUT_S = 6.0
-"""Of one call to an engine, and of a bucket's agreement."""
+"""Deadline of one call to an engine, and of the ranks' agreement on a bucket."""
 GROUP_TIMEOUT_S = 120.0
 BUCKET_BYTES = 1_000_000
 ROLLOUT = RolloutConfig(max_trajectory_tokens=128, startup_timeout_s=150, sglang={"max_total_tokens": 4096})
@@ -41,7 +41,7 @@ class EngineAt:
     name: str
     url: str
     pid: int
-    """Of its main process"""
+    """Process id of its main process"""
 
 
 @dataclass(frozen=True)

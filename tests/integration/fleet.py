@@ -42,7 +42,7 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        """Of the first engine."""
+        """Address of the first engine."""
         return self.engine_urls[0]
 
     def wait_ready(self) -> None:

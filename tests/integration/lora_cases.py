@@ -89,7 +89,7 @@ def fill_b(chunks: Any) -> None:
 
 
 def two_updates(rank: int, num_ranks: int, port: int, path: str, cases: list[dict[str, Any]]) -> list[Any]:
-    """Of each layout: (results of two updates, whole adapters after them, names of frozen weights that changed)."""
+    """For each layout: (results of two updates, whole adapters after them, names of frozen weights that changed)."""
     join(rank, num_ranks, port)
     results = []
     for settings in cases:

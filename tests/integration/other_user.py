@@ -91,7 +91,7 @@ def send_rubbish(ports: list[int]) -> int:
 
 
 def command_lines() -> str:
-    """Of all processes, as any user reads them, and of those environments that this one may read."""
+    """Command lines of all processes, as any user reads them, and those environments that this user may read."""
     texts = []
     for process in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):

@@ -54,7 +54,7 @@ def run_ranks(
 
 
 def start_method() -> str:
-    """Of the ranks' processes."""
+    """How the ranks' processes are started."""
     return "spawn" if device.device_type() == "cuda" else "forkserver"
 
 

@@ -105,7 +105,7 @@ class RayNodes:
         return found
 
     def command_lines(self, index: int) -> list[str]:
-        """Of a node's processes."""
+        """Command lines of a node's processes."""
         lines = []
         for process in self.members(index):
             try:

@@ -41,7 +41,7 @@ def expected(weights):
 
 
 def updates_by_algorithm(rank, num_ranks, port, weights, layouts):
-    """Of each layout: whether trajectories are split, and the update of each algorithm at a learning rate of 0."""
+    """For each layout: whether trajectories are split, and the update of each algorithm at a learning rate of 0."""
     results = []
     packed, advantages_N = sequences(0)
     optimizer = OptimizerConfig(lr=0.0)

@@ -253,7 +253,7 @@ for src in map(Path, sys.argv[3:]):
 
 
 def measured_peaks(sources: list[Path], tensor: int, dtype: str) -> list[list[int]]:
-    """Of each source and both directions: [bytes that it took, of the largest tensor as the plan says, of all]."""
+    """For each source and both directions: [peak memory, size of the plan's largest tensor, of all], in bytes."""
     # The allocator is to give back at once what is freed.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", MEASURED, str(tensor), dtype, *map(str, sources)]

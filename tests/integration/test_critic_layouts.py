@@ -40,7 +40,7 @@ def expected(weights):
 
 
 def critics(rank, num_ranks, port, weights, layouts):
-    """Of each layout: values, advantages and returns by sequence, and the results of two updates."""
+    """For each layout: values, advantages and returns by sequence, and the results of two updates."""
     results = []
     optimizer = OptimizerConfig(lr=1e-4)
     made = [{**layout, "optimizer": optimizer} for layout in layouts]

@@ -49,7 +49,7 @@ WHOLE_GRADIENTS = OptimizerConfig(lr=1e-3, distributed=False)
 
 
 def gradients(rank, num_ranks, port, path, cases):
-    """Of each case: summed loss, this rank's micro-batches, and on rank 0 the gradient of every Hugging Face tensor."""
+    """For each case: summed loss, this rank's micro-batches, and on rank 0 every Hugging Face tensor's gradient."""
     join(rank, num_ranks, port)
     hf_config = read_hf_config(path)
     family, results = family_of(hf_config), []

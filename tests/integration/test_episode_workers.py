@@ -131,7 +131,7 @@ def test_two_workers_give_the_trajectories_of_the_driver_itself(model, stage, fo
 @pytest.mark.full
 def test_workers_ask_the_engines_that_may_serve_now_also_after_a_worker_was_started_again(model, folder, tmp_path):
     def numbers(trajectories: list[Trajectory]) -> set[int]:
-        """Of the engines that served the turns."""
+        """Numbers of the engines that served the turns."""
         turns = [(s.tokens, s.loss_mask) for t in trajectories for s in t.segments]
         return {int(tokens[i]) for tokens, mask in turns for i in range(1, len(tokens)) if mask[i] and not mask[i - 1]}
 

@@ -17,7 +17,7 @@ OBJECTIVES = tuple(loss_function(name, AlgorithmConfig(clip_low=0.9, clip_high=5
 
 
 def one_sequence(rank, num_ranks, port, weights, layouts):
-    """Of each layout: tokens of this rank's micro-batches, sampled log-probs, an update of each objective."""
+    """For each layout: tokens of this rank's micro-batches, sampled log-probs, an update of each objective."""
     results = []
     for run in in_layouts(rank, num_ranks, port, layouts, weights):
         batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank, count=1)

@@ -28,7 +28,7 @@ STEP = 7
 
 
 def logprobs(worker: TrainerWorker, budget_tokens: int) -> dict[int, np.ndarray]:
-    """Of the targets of each sequence, on this rank."""
+    """Sequence -> log-probs of its targets, on this rank."""
     batches = packed_batches(STEP, worker.layout, budget_tokens)
     found = {}
     for batch, output in zip(batches, worker.runner.compute_logprobs(batches, 1.0), strict=True):

@@ -30,7 +30,7 @@ from slimrl.trainer.weight_source import MegatronWeightSource
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 BOUNDS = [0, 17, 40, 41, 161]
-"""Of four sequences packed one after the other."""
+"""Bounds of four sequences packed one after the other."""
 
 
 def test_every_family_gives_the_logits_of_transformers(tmp_path):

@@ -75,7 +75,7 @@ def sequences():
 
 
 def loss_and_gradients(rank, world_size, port, paths, segments):
-    """Of each checkpoint: the loss of its MTP layers on one micro-batch and its gradient by name of the weight."""
+    """For each checkpoint: the loss of its MTP layers on one micro-batch and its gradient by name of the weight."""
     join(rank, world_size, port)
     layout = change_layout(ParallelConfig())
     results = []

@@ -26,7 +26,7 @@ CASES = [(precision, distributed) for precision in Precision for distributed in 
 
 
 def updates(rank, num_ranks, port):
-    """Of each case without and with offloading: log-probs and sums of three updates."""
+    """For each case without and with offloading: log-probs and sums of three updates."""
     results = []
     for number, (precision, distributed) in enumerate(case for case in CASES for _ in range(2)):
         optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.01, distributed=distributed)

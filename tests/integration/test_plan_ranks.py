@@ -50,7 +50,7 @@ def held_bytes(run: Run) -> tuple[int, int, int]:
 
 
 def hold(rank, num_ranks, port, cases):
-    """Of each case: pipeline rank, parameters, bytes held."""
+    """For each case: pipeline rank, parameters, bytes held."""
     results = []
     for run in in_layouts(rank, num_ranks, port, cases, None):
         run.optimizer.create_state()

@@ -18,7 +18,7 @@ LAYOUTS = [{}, {"tensor": 2, "sequence": True, "expert": 2}, {"pipeline": 2, "vi
 
 
 def log_probs_of_the_reference(rank, num_ranks, port, weights):
-    """Of each layout: log-probs before an update, after it, of the reference then, and after the reference's pass."""
+    """For each layout: log-probs before an update, after it, of the reference then, and after the reference's pass."""
     reference.PIECE_BYTES = 1000
     return [of_one(run) for run in in_layouts(rank, num_ranks, port, LAYOUTS, weights)]
 

@@ -105,7 +105,7 @@ def one_update(held: HeldBatches) -> UpdateResult:
 
 
 def updates(rank, num_ranks, port, weights, layouts):
-    """Of each layout two updates that replay the engine's experts, and two that replay the trainer's own from before
+    """For each layout: two updates that replay the engine's experts, and two that replay the trainer's own from before
     its routers changed."""
     results = []
     for run in in_layouts(rank, num_ranks, port, [layout for layout in layouts for _ in RoutingReplay], weights):

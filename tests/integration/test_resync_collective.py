@@ -80,7 +80,7 @@ def broadcast_versions(rank, world_size, port, paths, engines):
 
 
 def one_fault_after_another(session, engine, rank):
-    """Of a living engine, each in the middle of a version that the next attempt completes."""
+    """Plants two faults in a living engine, each in the middle of a version that the next attempt completes."""
 
     def refused(call, number):
         """The call of this number, from 0."""

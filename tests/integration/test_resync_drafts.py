@@ -40,7 +40,7 @@ VERSIONS = [TransportName.ipc, TransportName.collective, TransportName.disk, Tra
 
 
 def send_over_each_transport(rank, world_size, port, url, num_ranks, models, drafted, folder):
-    """Of each version: the tensors that differ, how many were compared, and the draft model's fingerprints."""
+    """For each version: the tensors that differ, how many were compared, and the draft model's fingerprints."""
     trainer = replace(
         trainer_config(ParallelConfig()), mtp=MtpConfig(train=True), num_ranks=1, precision=Precision.bf16
     )

@@ -28,7 +28,7 @@ TIMEOUT_S = 60.0
 BUCKET_BYTES = 120_000
 """Cuts the embedding, the output layer and most of what attention has."""
 VERSIONS = (TransportName.ipc, TransportName.collective, TransportName.disk, TransportName.delta, TransportName.delta)
-"""Of each layout, in this order; the first `delta` is whole."""
+"""Transports of each layout's versions, in this order; the first `delta` is whole."""
 
 
 def send_all(rank, world_size, port, checkpoints, expected, engines, folder):

@@ -71,7 +71,7 @@ class Case:
 
     @property
     def buffers(self) -> int:
-        """Of a bucket's size: two slots, and where something is transformed the stage before them."""
+        """Buffers of a bucket's size: two slots, and before them a stage where something is transformed."""
         return 2 if self.fp8_engines is None else 3
 
 
@@ -153,7 +153,7 @@ def resync_twice(rank, world_size, port, model: Path, case: Case) -> tuple[int, 
 
 
 def extra_bytes(folder: Path, megabytes: int, case: Case) -> int:
-    """Of all ranks together; the engine has read the whole model."""
+    """Extra bytes that all ranks together take; the engine has read the whole model."""
     model = folder / f"{megabytes}"
     config = sized_config("qwen3_moe", megabytes * MB, "bfloat16", TRAINER.parallel)
     nbytes = write_sized_toy(config, model, 0)

@@ -26,7 +26,7 @@ TIMEOUT_S = 30.0
 BUCKET_BYTES = 10_000
 """Less than the embedding, which is cut into rows."""
 FLUSH_S = 0.3
-"""Of each engine's cache, at the second version."""
+"""How long each engine's cache flush takes, at the second version."""
 
 
 def resync_to_all_nodes(rank, world_size, port, path, layouts, placements):

@@ -53,7 +53,7 @@ def test_the_auxiliary_loss_has_its_own_weight_whatever_the_objective_is_divided
 
 
 def moved_biases(rank, num_ranks, port):
-    """Of each router, after an update in which every token has experts 2 and 5."""
+    """Each router's bias after an update in which every token has experts 2 and 5."""
     run = one_run(rank, num_ranks, port, BIASED, {"moe_router_bias_update_rate": RATE})
     run.runner.routing_replay = RoutingReplay(run.chunks, 1, 0)
     batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank)

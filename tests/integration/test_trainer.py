@@ -111,7 +111,7 @@ def test_logprobs_and_routing_come_back_once_and_in_order_under_every_layout(wei
 
 
 def split_updates(rank, num_ranks, port, weights, layouts):
-    """Of each layout: two updates on four trajectories of three sequences each, held by the ranks throughout."""
+    """For each layout: two updates on four trajectories of three sequences each, held by the ranks throughout."""
     settings = AlgorithmConfig(clip_low=0.9, clip_high=5.0)
     loss = loss_function("policy", settings)
     results = []

@@ -109,7 +109,7 @@ def micro_batches(budget_tokens: int) -> list[MicroBatch]:
 
 
 def logprobs_of(model: Qwen3MoeForCausalLM, sequence: Segment, temperature: float) -> torch.Tensor:
-    """Of the tokens to learn from."""
+    """Log-probs of the tokens to learn from."""
     tokens_T = torch.from_numpy(sequence.tokens).long()
     logprobs_TV = (model(tokens_T[None, :-1]).logits[0] / temperature).log_softmax(-1)
     return logprobs_TV.gather(1, tokens_T[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]

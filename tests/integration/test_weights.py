@@ -22,7 +22,7 @@ from slimrl.trainer.weights import load_hf_weights
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 BESIDE_THE_WEIGHTS = ("tiktoken.model", "tokenization_x.py", "modeling_x.py")
-"""Of which only code with these names knows what they are for; an export without them does not load."""
+"""Files that only code with these names knows how to use; an export without them does not load."""
 
 
 def refusals_and_export(rank, world_size, port, path, broken, out):

@@ -178,7 +178,7 @@ def gradient_bytes(run: Run) -> int:
 
 
 def optimizer_bytes(run: Run) -> int:
-    """Of what is not the model's weights too, as a float32 optimizer's main weights are."""
+    """Bytes of the optimizer's tensors that the model does not share; a float32 one's main weights are the model's."""
     storages = [tensor.untyped_storage() for tensor in run.optimizer.tensors()]
     return sum(storage.nbytes() for storage in storages if storage._cdata not in weight_storages(run))
 

@@ -32,7 +32,7 @@ from slimrl.data.trajectory import Trajectory
 
 LENGTHS = (5, 9, 2, 17, 4, 12, 3, 8)
 WIDTH = 20
-"""Of the peers' padded rows, and the length that `constant` divides by"""
+"""Width of the peers' padded rows, and the length that `constant` divides by"""
 
 
 class Rows:
@@ -240,7 +240,7 @@ def test_advantages_of_verl(ours, theirs, options):
 
 
 def test_whitening_of_verl():
-    """Of REINFORCE++ with a baseline. verl's deviation is the unbiased one, ours that of the tokens themselves."""
+    """verl whitens REINFORCE++ with a baseline by the unbiased deviation, slimrl by that of the tokens themselves."""
     rng = np.random.default_rng(2)
     rewards, lengths = rng.normal(size=len(GROUPS)), rng.integers(1, WIDTH, len(GROUPS))
     theirs, _ = core_algos.get_adv_estimator_fn("reinforce_plus_plus_baseline")(

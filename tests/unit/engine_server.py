@@ -25,7 +25,7 @@ class EngineServer:
         self.slow = 0.0
         """Seconds until an answer"""
         self.group: int | None = None
-        """Of the engine's ranks, that answers"""
+        """Data-parallel rank of the engine that answers"""
         self.experts: str | None = None
         self.refused: int | None = None
         """First token of a turn that is refused"""

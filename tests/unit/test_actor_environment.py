@@ -26,7 +26,7 @@ def recipe_of(transport: TransportName = TransportName.collective, **sglang) -> 
 
 
 class Enough(Exception):
-    """Of what SGLang sets."""
+    """Raised once SGLang has set enough of the environment."""
 
 
 class Environment(dict):

@@ -44,7 +44,7 @@ class History:
     place: dict[int, str] = field(default_factory=dict)
     """running, waiting, taken, filtered, failed or dropped"""
     ages: list[int] = field(default_factory=list)
-    """Of groups that were trained on, at their update"""
+    """Ages of the groups that were trained on, at their update"""
     is_training: bool = False
 
     def in_place(self, place: str) -> list[int]:
@@ -282,7 +282,7 @@ def test_tokens_of_the_next_version_are_of_age_0():
 
 
 def restored(state: Admission, **settings) -> tuple[Admission, list[int]]:
-    """Of a run that continues with other settings, and the groups that it drops."""
+    """The admission of a run that continues with other settings, and the groups that it drops."""
     other = admission(**settings)
     other.restore(json.loads(json.dumps(state.state())))
     return other, other.refit()

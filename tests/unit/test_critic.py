@@ -24,7 +24,7 @@ STEP = 4
 
 
 class Ranks(AnsweringTrainers):
-    """Of the policy or the critic; `calls`, which both share, has what was asked of them, in order.
+    """Ranks of the policy or the critic; `calls`, which both share, has what was asked of them, in order.
 
     What it gives of an update is a text that says so, which the other ranks can only pass on.
     """

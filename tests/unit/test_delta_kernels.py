@@ -153,7 +153,7 @@ CHANNELS, TAPS = 3, 4
 
 
 def convolved(sequence_TC, weight_CW, bias_C):
-    """Of a whole sequence with nothing before it, one product at a time in float64."""
+    """The convolution of a whole sequence with nothing before it, one product at a time in float64."""
     sums = torch.zeros(len(sequence_TC), CHANNELS, dtype=torch.float64)
     for t in range(len(sequence_TC)):
         for back in range(min(TAPS, t + 1)):

@@ -9,7 +9,7 @@ from megatron_patches.delta_rule import CHUNK, causal_conv1d, chunk_gated_delta_
 
 HEADS, KEY, VALUE = 3, 4, 5
 BOUNDS = [0, 1, 1, 70, 75, 75 + 2 * CHUNK, 3 * CHUNK + 30]
-"""Of six sequences, one of them empty: shorter than a chunk, as long as two, and in between."""
+"""Bounds of six sequences: one is empty, others are shorter than a chunk, as long as two, or in between."""
 
 
 def inputs(length: int, seed: int = 1) -> list[torch.Tensor]:

@@ -232,7 +232,7 @@ OF_ATTENTION = ("embed_tokens.weight", "linear_attn", "qkv_proj.weight", "o_proj
 
 
 def grouped_rank(tensors, rank, world, groups):
-    """Of an engine with attention data parallelism: its group alone shards attention and the embedding."""
+    """A rank's tensors under attention data parallelism: only its group shards attention and the embedding."""
     size = world // groups
     alone, group = next_rank(tensors, rank, world), next_rank(tensors, rank % size, size)
     return {name: (group if any(of in name for of in OF_ATTENTION) else alone)[name] for name in alone}

@@ -71,7 +71,7 @@ def test_the_interval_of_many_prompts_is_that_of_the_normal_distribution():
 
 
 def test_the_interval_of_few_prompts_is_that_of_all_their_resamples():
-    """Of n prompts of which c pass, the mean of a resample is binomial over n: its quantiles are exact."""
+    """If c of n prompts pass, the mean of a resample is binomial over n: its quantiles are exact."""
     n, c = 12, 5
     masses = [math.comb(n, x) * (c / n) ** x * (1 - c / n) ** (n - x) for x in range(n + 1)]
     expected = tuple(int(np.searchsorted(np.cumsum(masses), tail)) / n for tail in (0.025, 0.975))

@@ -199,12 +199,12 @@ def test_a_file_system_that_fails_for_a_moment_changes_nothing_and_one_that_fail
 
 
 handlers: dict[int, object] = {}
-"""Of signals, as a program of a node has set them."""
+"""Signal handlers, as a node's program has set them."""
 
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch) -> Path:
-    """Of two nodes, of which this one is `a`, the head."""
+    """The plan of two nodes, of which this one is `a`, the head."""
     first = port_block(4321).first
     own = {"address": "10.0.0.1", "interface": "ib0", "cores": 96, "first_port": first + 500}
     settings = {
@@ -378,7 +378,7 @@ def test_a_head_that_does_not_listen_yet_is_waited_for_and_not_for_ever(monkeypa
 
 
 class Ray:
-    """Of a cluster that answers from the third try on, and has a node more each time that it is asked."""
+    """The Ray of a cluster that answers from the third try on, and has one more node each time that it is asked."""
 
     def __init__(self, refuses: int = 2) -> None:
         self.refuses, self.tries, self.alive, self.ended = refuses, 0, 0, False
@@ -420,7 +420,7 @@ def test_all_nodes_are_waited_for_and_dead_ones_do_not_count(monkeypatch, capsys
 
 
 class Store(dict):
-    """Of one group, as TCPStore has it."""
+    """The store of one process group, with TCPStore's interface."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +509,7 @@ def test_a_node_reports_its_address_in_its_own_group_and_nothing_without_one(tmp
 
 @pytest.mark.parametrize("others", [1.0 + 2.0 + 3.0, 1.0 + 2.0])
 def test_a_sum_that_is_not_that_of_all_ranks_is_an_error(monkeypatch, others):
-    """Of 4 ranks, each with its number from 1: 10."""
+    """4 ranks, each with its number from 1, sum to 10."""
     joined_as, left = {}, []
     monkeypatch.setattr(allreduce, "ELEMENTS", 5)
     monkeypatch.setattr(allreduce, "TCPStore", lambda *about, **how: (about, how))

@@ -337,7 +337,7 @@ def test_the_second_update_knows_what_lies_elsewhere_and_the_first_has_nothing_t
 
 
 def test_each_update_asks_for_what_lies_elsewhere_where_its_own_trajectories_are_split():
-    """Of the two groups, each an update, one has trajectories of one segment and one has those of two micro-batches."""
+    """One group has trajectories of one segment, the other has trajectories of two micro-batches; each is an update."""
     whole, split = pairs("a"), pairs("b", lengths=(60, 50))
     settings, found = recipe(updates=2), []
     settings.algorithm.correction.level = CorrectionLevel.sequence

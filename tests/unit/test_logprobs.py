@@ -90,7 +90,7 @@ def test_large_logits_do_not_overflow():
 
 @pytest.mark.parametrize(("count", "rows"), [(2, 20), (4, 10), (4, 20)])
 def test_shards_of_the_vocabulary_give_what_the_whole_gives_on_every_rank(monkeypatch, count, rows):
-    """Of the last four shards of 20 rows one has nothing but padding."""
+    """One of the last case's four shards of 20 rows has nothing but padding."""
     logits_TV, targets_T = make(7)
     logits_TV = torch.cat([logits_TV, torch.full((TOKENS, count * rows - ROWS), 50.0)], 1)
     meeting = Meeting(count)

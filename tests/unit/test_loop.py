@@ -169,7 +169,7 @@ def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved_state(folder: RunFolder) -> RunState:
-    """Of the newest checkpoint."""
+    """The run state in the newest checkpoint."""
     newest = max(folder.checkpoints.glob("step_*"))
     saved = json.loads((newest / "state.json").read_text())
     return RunState(**{name: saved[name] for name in vars(RunState())})

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="counts f
 
 RUN_ID = "no_memory"
 NUM_BUFFERS = 3
-"""Of a sender that quantises: a stage and two slots"""
+"""Buffers of a sender that quantises: a stage and two slots"""
 NUM_EXCHANGES = 3
 """Whether each rank got its stage; where to map it; whether each rank got its slots"""
 

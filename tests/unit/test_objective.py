@@ -107,7 +107,7 @@ def formula(case: Case, settings: AlgorithmConfig, new: np.ndarray, entropy_coef
 
 
 def policy_losses(settings: AlgorithmConfig, new, base, old, advantage: float) -> np.ndarray:
-    """Of the tokens of one trajectory; `base` replaces `new` where a paper stops the gradient."""
+    """Policy losses of one trajectory's tokens; `base` replaces `new` where a paper stops the gradient."""
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     ratio, name = np.exp(new - old), settings.loss
     if name in ("gspo", "gspo_token"):
@@ -129,7 +129,7 @@ def policy_losses(settings: AlgorithmConfig, new, base, old, advantage: float) -
 
 
 def weights(correction: CorrectionConfig, gap, drift, advantage: float) -> np.ndarray:
-    """Of the tokens of one trajectory."""
+    """Correction weights of one trajectory's tokens."""
     if correction.veto and np.exp(gap).min() < correction.veto:
         return np.zeros(len(gap))
     if correction.max_gap and advantage < 0 and -drift.mean() > correction.max_gap:

@@ -40,7 +40,7 @@ def trainer(num_ranks: int, *, megatron: dict | None = None, **parallel) -> Trai
 
 
 def sent(name: str, config: TrainerConfig) -> tuple[Communication, Communication]:
-    """Of an update and of log-probs, with stages of equally many layers."""
+    """Communication of an update and of log-probs, with stages of equally many layers."""
     shape = shape_of(name)
     each = shape.layers // config.parallel.pipeline
     layers = [list(range(stage * each, (stage + 1) * each)) for stage in range(config.parallel.pipeline)]

@@ -246,7 +246,7 @@ def test_engines_that_span_nodes_or_hold_no_trajectory_do_not_fit():
 
 
 def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = None) -> Plan:
-    """Of figures that are all different."""
+    """A plan whose figures are all different."""
     memory = [
         StageMemory(parts={"weights": 2 * GIB, "logits": 0}, host=3 * host, saving=GIB, phases={"train": 5 * GIB}),
         StageMemory(

@@ -52,7 +52,7 @@ def memory_of(*, colocated: bool, transport: TransportName, pipeline: int = 1, s
 WEIGHTS, GRADIENTS, OPTIMIZER = 2 * PARAMETERS, 4 * PARAMETERS, 12 * PARAMETERS // 8
 
 TOKENS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 1000, 4096, 32, 8, 128, 12288, 151936
-"""Of a micro-batch, and of Qwen3-8B."""
+"""Tokens of a micro-batch, and the sizes of Qwen3-8B."""
 QUERIES, KEYS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 NORMS, MLP = 4 * HIDDEN, 3 * INNER
 ATTENTION = 2 * (QUERIES + KEYS) + KEYS + QUERIES
@@ -98,7 +98,7 @@ def test_engines_with_gpus_of_their_own_leave_the_trainers_to_it():
 
 
 def test_the_first_of_two_stages_holds_two_micro_batches_and_the_last_one_the_logits():
-    """Of each stage's parameters a quarter of the ranks' optimizer states, since 4 ranks share them."""
+    """Each stage's rank holds the optimizer states of a quarter of its parameters, since 4 ranks share them."""
     asked = {"colocated": False, "transport": TransportName.collective, "pipeline": 2, "micro_batches": 4}
     first, last = (memory_of(**asked, stage=stage) for stage in (0, 1))
     state = WEIGHTS + GRADIENTS + 12 * PARAMETERS // 4
@@ -194,7 +194,7 @@ def test_sglangs_rule_goes_by_the_size_of_the_gpu(gib, ranks, settings, reserved
 
 
 def test_an_engine_fills_what_its_weights_leave_with_keys_and_values():
-    """Of a model whose parts, two of them cut and one whole, are on 4 GPUs of 40 GiB, 4 of them reserved."""
+    """A model of three parts, two of them sharded and one whole, is on 4 GPUs of 40 GiB, 4 GiB of each reserved."""
     shape = shape_of("Qwen3-8B")
     parts = [
         SimpleNamespace(spec=SimpleNamespace(name=name), nbytes=8 * GIB)

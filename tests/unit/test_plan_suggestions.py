@@ -36,7 +36,7 @@ TOY = toy_config("qwen3_moe", ToySize(layers=3, hidden=32, experts=4)) | {"vocab
 def planned(
     *, sft: bool = False, megatron: dict | None = None, transport=TransportName.ipc, **parallel
 ) -> OfflineRecipe:
-    """Of two ranks, and engines of two GPUs."""
+    """A recipe with two ranks, and engines of two GPUs."""
     plain = Recipe(steps=1, sft=SftConfig(batch_conversations=8, max_tokens=100))
     trainer = replace(
         plain.trainer, num_ranks=2, parallel=ParallelConfig(**parallel), precision=Precision.bf16,

@@ -34,7 +34,7 @@ class Engine(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of an engine, in an environment whose proxy nobody answers for."""
+    """Address of an engine, in an environment whose proxy nobody answers for."""
     (nobody,) = free_ports(1)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{nobody}")

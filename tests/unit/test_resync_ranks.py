@@ -39,7 +39,7 @@ REGIONS = {
     "on last": [((0, 6, 0, 2), (3,))],
     "on second": [((0, 7, 0, 3), (1,))],
 }
-"""Of each tensor the pieces: first and end of every dimension, and the ranks that hold it."""
+"""Tensor -> its pieces: first and end of every dimension, and the ranks that hold it."""
 
 
 def region_of(edges):

@@ -91,7 +91,7 @@ def test_a_token_that_takes_fewer_experts_has_no_others(monkeypatch: pytest.Monk
 def test_pieces_of_tensor_parallel_ranks_are_put_together_and_layers_of_other_stages_filled_in(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of two ranks with a token each; another stage has the first layer's router."""
+    """Two ranks have a token each; another stage has the first layer's router."""
     groups = {"get_tensor_model_parallel_group": "tensor", "get_pipeline_model_parallel_group": "pipeline"}
     for name, group in groups.items():
         monkeypatch.setattr(mpu, name, lambda group=group: group)

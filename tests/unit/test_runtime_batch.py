@@ -58,7 +58,7 @@ def trajectory(group: str, sample: int, reward: float, status: Status = Status.c
 
 
 def select(batch: list[Trajectory], settings: Recipe) -> Selection:
-    """Of a task that refuses nothing."""
+    """The selection of a task that refuses nothing."""
     return select_with(batch, settings.algorithm, lambda group: True, step=1)
 
 
@@ -187,7 +187,7 @@ def test_mismatch_is_measured_on_sampled_tokens_alone():
 
 
 def test_tokens_are_counted_that_are_far_from_the_engine_s_for_the_precision():
-    """Of 1,200 sampled tokens in 100, some are off by 2 nat: a mean that bf16's limit lets pass."""
+    """Some in 100 of 1,200 sampled tokens are off by 2 nat: a mean that bf16's limit lets pass."""
     batch = [trajectory("a", i, float(i), lengths=(63,) * 10) for i in range(2)]
     (update,) = make_updates(select(batch, recipe()), recipe(), LAYOUT)
     batches = batches_of(update)

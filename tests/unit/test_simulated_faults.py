@@ -27,7 +27,7 @@ class Trajectory:
     turns: int
     """That are left"""
     engine: str | None = None
-    """Of its running request"""
+    """Engine of its running request"""
     asks: bool = True
     """It has a request, which may wait for an engine; else its tool runs"""
     version: int = 0

@@ -263,7 +263,7 @@ def test_a_prompt_as_long_as_a_trajectory_is_refused():
 
 
 def recorded_run(folder, groups, steps=3):
-    """Of steps of 15 s, of which 9 s are rollout, 0.5 s a wait and 1.5 s resync."""
+    """A recorded run with steps of 15 s, of which 9 s are rollout, 0.5 s a wait and 1.5 s resync."""
     step = {"time/step_s": 15.0, "time/rollout_s": 9.0, "time/drain_s": 0.5, "time/resync_s": 1.5}
     first = step | {"time/step_s": 100.0}
     lines = [{"step": 0, "time/resync_s": 9.0}, *({"step": n + 1, **(step if n else first)} for n in range(steps))]

@@ -13,7 +13,7 @@ CHECKPOINT = Path("checkpoints/step_000002")
 
 
 class Noted:
-    """Of one kind of process; every call goes into a list that all share."""
+    """One kind of process; every call goes into a list that all share."""
 
     def __init__(self, name: str, calls: list[str], total_updates: int | None = None) -> None:
         calls.append(f"make {name}" + (f" for {total_updates} updates" if total_updates else ""))

@@ -48,7 +48,7 @@ def loaded(model: Path, train: Path, *overrides: str, command="train") -> Loaded
 
 
 def num_tokens(model: Path, messages: list[dict], *overrides: str) -> int:
-    """Of a prompt, with the recipe's tools and a system prompt of the recipe before it."""
+    """Number of tokens of a prompt, with the recipe's tools and a system prompt of the recipe before it."""
     task = load_task(loaded(model, Path("none.jsonl"), *overrides), train=False, evaluate=False)
     return len(build_tokenizer().apply_chat_template(
         messages, tools=task.tools.schemas, add_generation_prompt=True, return_dict=False

@@ -56,7 +56,7 @@ SOLVED = {
     "sequence": lambda *n: fibonacci_like(*n) if n[0] > 10 and n[2] < 20 else 0,
     "divisor": gcd,
 }  # fmt: skip
-"""Of each kind the answer from the numbers in the question, computed in another way"""
+"""Kind of question -> the answer from the numbers in the question, computed in another way"""
 
 
 def test_labels_of_python_questions_are_what_another_computation_gives(folders):

@@ -20,7 +20,7 @@ KL = AlgorithmConfig(
 
 
 def trajectories(seed: int, count: int = 5) -> list[list[Segment]]:
-    """Of one to three segments; the last trajectory's first segment was not sampled. Token ids number the tokens."""
+    """Trajectories of 1 to 3 segments; the last one's first segment was not sampled. Token ids number the tokens."""
     rng, found, number = np.random.default_rng(seed), [], 0
     for index in range(count):
         segments = []

@@ -20,7 +20,7 @@ from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 
 DATA_RANKS = (0, 0, 1, 1)
-"""Of four ranks, in pairs; the second of each pair reports."""
+"""Data-parallel ranks of four ranks, in pairs; the second of each pair reports."""
 
 
 class Ranks:
@@ -51,7 +51,7 @@ class Ranks:
         return arguments
 
     def wait(self, calls, method, *, timeout_s, while_waiting=None):
-        """Of a worker's method, whose name errors then have."""
+        """Waits for a worker's method, whose name errors then have."""
         assert all(name == method for name, *_ in calls.values())
         given = {rank: tuple(values) for rank, (_, *values) in calls.items()}
         if self.are_slow:

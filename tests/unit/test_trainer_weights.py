@@ -52,7 +52,7 @@ def trainer(num_ranks: int, megatron: dict | None = None, **parallel) -> Trainer
 
 
 def held(config: dict, given: TrainerConfig) -> dict[str, list[tuple]]:
-    """Of each tensor the first and last row of its pieces, where it is cut by rows, and their ranks."""
+    """Tensor -> first and last row of each of its pieces, where it is cut by rows, and their ranks."""
     return {
         spec.name: [(piece.region[0].start, piece.region[0].stop, piece.holders) for piece in pieces]
         for spec, pieces in source_layout(config, given).items()

@@ -165,7 +165,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
 
 
 def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Of all values in a value."""
+    """Paths to all values in a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [here, *(path for key, one in items for path in paths(one, (*here, key)))]
 

@@ -54,7 +54,7 @@ def lengths(rng: random.Random, groups: dict[str, str], between: float, within: 
 
 
 def seconds(order: StartOrder, took: dict[str, float], slots: int) -> tuple[float, list[str]]:
-    """Of a rollout with this many slots; and the order in which its trajectories began."""
+    """Seconds that a rollout with this many slots takes, and the order in which its trajectories began."""
     running: list[tuple[float, str]] = []
     begun, now = [], 0.0
     for _ in took:

@@ -42,7 +42,7 @@ def ask(token: int, timeout_s: float = 20.0, stop: tuple[int, ...] = ()) -> Gene
 
 
 def sizes(server: EngineServer) -> list[int]:
-    """Of the request that each turn was in; 1 for one of its own."""
+    """Size of the request that each turn was in; 1 for one of its own."""
     return [body.get("together", 1) for body in server.bodies]
 
 

@@ -17,7 +17,7 @@ EPS = 1e-6
 
 
 def segment(turns: list[int], mask: list[bool] | None = None) -> Segment:
-    """Of a prompt token and one token for each entry; sampled where `mask` says, else where the turn is not -1."""
+    """A segment: a prompt token, then one token per entry, sampled where `mask` says, else where the turn is not -1."""
     count = len(turns) + 1
     sampled = [False, *(mask if mask is not None else [turn >= 0 for turn in turns])]
     return Segment(

@@ -176,7 +176,7 @@ def test_groups_of_equal_rewards_keep_their_kl_and_their_entropy_bonus(aggregati
 
 
 def test_an_update_has_its_share_of_all_groups_and_one_without_a_signal_is_left_out():
-    """Of eight groups two have a signal, for four updates of two groups each."""
+    """Two of eight groups have a signal, for four updates of two groups each."""
     batch = batch_of(1, num_solved=6, num_mixed=2)
     made = updates_of(batch, recipe(4))
     assert [update.num_trajectories for update in made] == [2 * SAMPLES] * 2

@@ -19,7 +19,7 @@ class NotReached(Exception):
 
 
 class Server:
-    """Of wandb: rows by run id. What is logged below the last step is dropped; without a step each row is a new one."""
+    """wandb's rows by run id. What is logged below the last step is dropped; without a step each row is a new one."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[dict[str, float]]] = {}

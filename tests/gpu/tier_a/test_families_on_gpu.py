@@ -27,10 +27,10 @@ from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.optimizer import Optimizer
 
 BOUNDS = [0, 17, 40, 41, 161]
-"""Of four sequences packed one after the other."""
+"""Bounds of four sequences packed one after the other."""
 
 RELATIVE_RMS = {Precision.fp32: 0.01, Precision.bf16: 0.05}
-"""Of the differences of a token's logits over that of the logits, the median of all tokens: in bf16 some tokens go to
+"""RMS of a token's logit differences over that of its logits, the median of all tokens: in bf16 some tokens go to
 other experts. Transformer Engine multiplies float32 with 10 bits behind the leading one. Unrelated models give 1.4."""
 
 LEAST_COSINE = {Precision.fp32: 0.999, Precision.bf16: 0.95}
@@ -39,7 +39,7 @@ LEAST_COSINE = {Precision.fp32: 0.999, Precision.bf16: 0.95}
 LOSS_RELATIVE = {Precision.fp32: 1e-3, Precision.bf16: 0.02}
 
 MAX_SYNCHRONISATIONS = 6
-"""Of the host with the device, for a layer of experts of a micro-batch, forward and backward together."""
+"""The most synchronisations of host and device in an MoE layer on one micro-batch, forward and backward together."""
 
 FEW = ("qwen2_tied", "deepseek_v3")
 """Families that stand for the others on a CPU, whose own tests have all of them."""
@@ -76,7 +76,7 @@ def test_weights_that_lie_on_a_gpu_return_bit_for_bit(tmp_path):
 
 @dataclass(frozen=True)
 class Update:
-    """Of the first of two updates, and the loss of the second."""
+    """What the first of two updates gives, and the loss of the second."""
 
     loss: float
     gradients: np.ndarray

@@ -19,7 +19,7 @@ from slimrl.trainer.offload import Offload
 ROUNDS = 3
 HELD = (MemoryPart.weights, MemoryPart.optimizer)
 SLACK_BYTES = 256 << 20
-"""Of a GPU, for what torch and cuBLAS keep."""
+"""GPU memory that torch and cuBLAS may keep."""
 SIZES = {"hidden_size": 1024, "kv_channels": 64, "moe_ffn_hidden_size": 1536}
 """2 GB of weights, main weights and moments."""
 

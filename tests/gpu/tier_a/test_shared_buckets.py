@@ -20,7 +20,7 @@ SLACK_BYTES = 16 << 20
 
 
 def held_bytes() -> int:
-    """Of the GPU, by all processes; of /dev/shm by this suite's buffers."""
+    """Bytes in use: on a GPU those of all processes, else those of this suite's buffers in /dev/shm."""
     if on_gpu():
         free, total = torch.cuda.mem_get_info()
         return total - free

@@ -11,7 +11,7 @@ from slimrl.checkpoints.hf_check import check_checkpoint
 pytestmark = pytest.mark.timeout(600)
 
 MISMATCH_NAT = 0.05
-"""Of log-probs in bf16 on both sides, as in the recipe"""
+"""Limit of the log-probs' mismatch, bf16 on both sides, as in the recipe"""
 SLACK_BYTES = 512 << 20
 STEPS = 3
 
@@ -40,7 +40,7 @@ def test_a_colocated_run_in_bf16_trains_what_its_engine_serves(workspace, figure
 
 
 def used_bytes() -> int:
-    """Of the GPU, by all processes."""
+    """Bytes that all processes together have taken on the GPU; 0 without one."""
     if not on_gpu():
         return 0
     free, total = torch.cuda.mem_get_info()
