@@ -112,7 +112,7 @@ class Conversation:
                 return Status.aborted
             return Status.truncated if result.finish_reason == "length" else turn
 
-    def hear(self, turn: Turn, messages: Sequence[Message]) -> bool:
+    def append_observation(self, turn: Turn, messages: Sequence[Message]) -> bool:
         """Append what the policy is told after a turn.
 
         Returns:

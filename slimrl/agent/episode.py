@@ -80,8 +80,8 @@ class Episode:
             raise EnvironmentFailure(f"sub-agent {delegation.name}: {trajectory.metadata['error']}")
         return DelegateAnswer(answer=answer_of(trajectory), num_calls=trajectory.metadata["num_tool_calls"])
 
-    def hear(self, turn: Turn, observation: Observation) -> bool:
-        """Tell the policy what its turn led to.
+    def append_observation(self, turn: Turn, observation: Observation) -> bool:
+        """Append to the policy's context what its turn led to.
 
         Returns:
             Whether there is room for another turn.
@@ -91,7 +91,7 @@ class Episode:
         """
         try:
             with SPANS("render"):
-                return self.conversation.hear(turn, observation.messages)
+                return self.conversation.append_observation(turn, observation.messages)
         except (ValueError, LookupError) as error:
             raise EnvironmentFailure(f"what the environment told the policy cannot be written: {error}") from error
 
@@ -111,7 +111,7 @@ async def play(episode: Episode) -> Status:
         observation = await episode.step(turn)
         if observation.done or (turn.finish_reason == "end" and not observation.truncated):
             return Status.completed
-        if observation.truncated or turn.is_last or not episode.hear(turn, observation):
+        if observation.truncated or turn.is_last or not episode.append_observation(turn, observation):
             return Status.truncated
 
 

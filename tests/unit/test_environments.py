@@ -270,7 +270,7 @@ def test_the_policy_may_end_the_text_after_which_nothing_is_told_it():
 async def only_once(episode):
     turn = await episode.sample_turn()
     observation = await episode.step(turn)
-    assert episode.hear(turn, observation)
+    assert episode.append_observation(turn, observation)
     return Status.truncated
 
 
