@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from slimrl.agent.assistant_turn import parse_turn
 from slimrl.agent.compaction import SummaryRule, compacted, summary_of
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import UNKNOWN_TOOL, EnvironmentFailure, Message, Turn, call_name
 from slimrl.agent.parsers import MalformedCall
-from slimrl.agent.said_turn import read_turn
 from slimrl.agent.subagents import add_tool_counts, segments_in_turn
 from slimrl.agent.tools import shortened
 from slimrl.agent.transcript import Transcript
@@ -225,7 +225,7 @@ class Conversation:
         self._add_turn(result)
         self._turn_tokens += result.tokens
         try:
-            said = await read_turn(
+            parsed = await parse_turn(
                 self._turn_tokens,
                 self._dialogue,
                 in_thinking=self._in_thinking,
@@ -235,18 +235,18 @@ class Conversation:
         except Exception as error:
             # A parser of the task's own may raise anything, and so may schemas of tools that others wrote.
             raise EnvironmentFailure(f"a turn cannot be read: {error!r}") from error
-        if said is None:
+        if parsed is None:
             return None
         self._turn_tokens, self._turn_has_summary = [], False
-        self.messages.append(said.message)
-        self._shown.append(said.message)
+        self.messages.append(parsed.message)
+        self._shown.append(parsed.message)
         index = self.transcript.num_turns - 1
         return Turn(
             index=index,
-            text=said.text,
-            reasoning=said.reasoning,
-            calls=said.calls,
-            finish_reason="stop" if said.can_be_answered else "end",
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            calls=parsed.calls,
+            finish_reason="stop" if parsed.can_be_answered else "end",
             is_last=index + 1 >= self._max_turns,
         )
 

@@ -154,9 +154,9 @@ def _result_text(result: ToolResult) -> str:
 
 
 def _blocks(body: MessagesBody, turn: SampledTurn) -> list[dict[str, Any]]:
-    message, blocks = turn.said.message, []
-    if body.shows_thinking and turn.said.reasoning is not None:
-        blocks.append({"type": "thinking", "thinking": turn.said.reasoning, "signature": ""})
+    message, blocks = turn.parsed.message, []
+    if body.shows_thinking and turn.parsed.reasoning is not None:
+        blocks.append({"type": "thinking", "thinking": turn.parsed.reasoning, "signature": ""})
     if message["content"]:
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
@@ -180,7 +180,7 @@ def _in_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
 def _ending(turn: SampledTurn) -> dict[str, Any]:
     if turn.is_cut_off:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if turn.said.message.get("tool_calls"):
+    if turn.parsed.message.get("tool_calls"):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     return {"stop_reason": "stop_sequence" if turn.stop_text else "end_turn", "stop_sequence": turn.stop_text}
 

@@ -158,7 +158,7 @@ def _message(given: Told | Said | Answered, where: str) -> Message:
 
 def _spoken(turn: SampledTurn) -> dict[str, Any]:
     """A turn as a message, its arguments as text."""
-    message = dict(turn.said.message)
+    message = dict(turn.parsed.message)
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
         message["tool_calls"] = [
@@ -171,7 +171,7 @@ def _spoken(turn: SampledTurn) -> dict[str, Any]:
 def _finish(turn: SampledTurn) -> str:
     if turn.is_cut_off:
         return "length"
-    return "tool_calls" if turn.said.message.get("tool_calls") else "stop"
+    return "tool_calls" if turn.parsed.message.get("tool_calls") else "stop"
 
 
 def _logprobs(body: ChatBody, turn: SampledTurn, reply: Reply) -> dict[str, Any] | None:

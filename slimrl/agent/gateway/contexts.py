@@ -62,7 +62,7 @@ def _followed(
 ) -> TurnContext | None:
     """The context after a sampled turn; None if its tokens cannot be gone on from."""
     # Calls of a malformed turn are words to the client, which answers none of them.
-    answered = () if parent.said.is_malformed else parent.said.calls
+    answered = () if parent.parsed.is_malformed else parent.parsed.calls
     answers = [{**one, "tool_call_id": call.id} for one, call in zip(messages, answered, strict=False)]
     told = [*answers, *messages[len(answers) :]]
     before = parent.tokens
@@ -78,7 +78,7 @@ def _followed(
         elif echo.added is not None:
             written = _after_stop_text(dialogue, echo.added, told)
             told = [{"role": "assistant", "content": echo.added}, *told] if echo.added else told
-        elif parent.said.can_be_answered:
+        elif parent.parsed.can_be_answered:
             written = dialogue.chat.join(before[-1], _call_names(parent, dialogue), told, dialogue.schemas)
         else:
             return None
@@ -96,8 +96,8 @@ def _followed(
 
 def _call_names(turn: SampledTurn, dialogue: Dialogue) -> list[CallName]:
     """The calls behind which the template writes what comes after a turn."""
-    names = [CallName(id=call.id, name=call_name(call)) for call in turn.said.calls]
-    if not turn.said.is_malformed:
+    names = [CallName(id=call.id, name=call_name(call)) for call in turn.parsed.calls]
+    if not turn.parsed.is_malformed:
         return names
     ended_as_words = turn.tokens[-1] in dialogue.chat.answer_ends
     return [] if ended_as_words else names[-1:]

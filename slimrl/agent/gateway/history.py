@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from slimrl.agent.assistant_turn import AssistantTurn
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.messages import Echo, echo
 from slimrl.agent.parsers import MalformedCall
-from slimrl.agent.said_turn import SaidTurn
 from slimrl.agent.transcript import Transcript
 from slimrl.data.engine import GenerateResult
 from slimrl.data.trajectory import Segment
@@ -34,7 +34,7 @@ class SampledTurn:
     """The same as messages"""
     results: Sequence[GenerateResult]
     """Several if the turn went on after a call within its thinking"""
-    said: SaidTurn
+    parsed: AssistantTurn
     is_cut_off: bool
     """It ended because no more tokens could be sampled."""
     stop_text: str | None
@@ -76,13 +76,13 @@ class SampledTurn:
                 ended, behind = messages.pop(), told.pop(0)
                 content = f"{ended['content']}{turn.parent.stop_text}{behind['content']}"
                 messages.append({**ended, "content": content})
-            messages += [*told, turn.said.message]
+            messages += [*told, turn.parsed.message]
         return messages
 
     @property
     def num_calls(self) -> int:
         """Calls of the conversation, this turn's included."""
-        return sum(len(turn.said.calls) for turn in self.path)
+        return sum(len(turn.parsed.calls) for turn in self.path)
 
     @property
     def experts(self) -> list[np.ndarray]:
@@ -106,7 +106,7 @@ class History:
         None too if the client left out words, and several turns differ in them.
         """
         turns = reversed(self._asked.get(asked, []))
-        found = [(turn, same) for turn in turns if (same := echo(turn.said.message, given, turn.stop_text))]
+        found = [(turn, same) for turn in turns if (same := echo(turn.parsed.message, given, turn.stop_text))]
         whole = [one for one in found if one[1].is_whole]
         return whole[0] if whole else found[0] if len(found) == 1 else None
 
@@ -165,7 +165,7 @@ class History:
 def count_calls(turns: Sequence[SampledTurn], unknown: str) -> dict[str, dict[str, int]]:
     """`calls`, `errors` and `malformed` of each tool that was called; of errors the gateway knows nothing."""
     counts: dict[str, dict[str, Any]] = {}
-    for call in (call for turn in turns for call in turn.said.calls):
+    for call in (call for turn in turns for call in turn.parsed.calls):
         of_tool = counts.setdefault(call.name or unknown, {"calls": 0, "errors": 0, "malformed": 0})
         of_tool["calls"] += 1
         of_tool["malformed"] += isinstance(call, MalformedCall)

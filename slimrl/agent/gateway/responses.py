@@ -230,11 +230,11 @@ def _item(value: dict[str, Any], where: str) -> Item:
 
 
 def _items(reply: Reply, turn: SampledTurn, *, logprobs: bool) -> list[dict[str, Any]]:
-    message, items = turn.said.message, list[dict[str, Any]]()
+    message, items = turn.parsed.message, list[dict[str, Any]]()
     calls = message.get("tool_calls", [])
     status = "incomplete" if turn.is_cut_off else "completed"
-    if turn.said.reasoning:
-        thought = {"type": "reasoning_text", "text": turn.said.reasoning}
+    if turn.parsed.reasoning:
+        thought = {"type": "reasoning_text", "text": turn.parsed.reasoning}
         items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]})
     if message["content"] or not calls:
         listed = token_logprobs(turn, reply.chat) if logprobs else []

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from slimrl.agent.assistant_turn import parse_turn
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.gateway.aside import Aside
 from slimrl.agent.gateway.attempts import Attempt, Attempts
@@ -24,7 +25,6 @@ from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.contexts import TurnContext, context_of
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused
 from slimrl.agent.gateway.history import History, SampledTurn
-from slimrl.agent.said_turn import read_turn
 from slimrl.agent.turn_request import TurnRequests
 from slimrl.chat.chat_format import ChatFormat
 from slimrl.config.schema.agent import AgentConfig
@@ -294,8 +294,8 @@ class Session:
         parent, results, sampled = context.parent, list[GenerateResult](), list[int]()
         num_calls = parent.num_calls if parent else sum(len(one.get("tool_calls") or ()) for one in request.messages)
         experts = sum(map(len, parent.experts)) if parent else 0
-        read = partial(
-            read_turn,
+        parse = partial(
+            parse_turn,
             dialogue=context.dialogue,
             in_thinking=context.in_thinking,
             num_calls=num_calls,
@@ -317,15 +317,15 @@ class Session:
             experts += 0 if result.routed_experts is None else len(result.routed_experts)
             finish = "length" if result.finish_reason == "length" else "stop"
             try:
-                said = await read(sampled, cut_off=finish == "length")
-                if said is None and len(sampled) >= max_new_tokens:
-                    finish, said = "length", await read(sampled, cut_off=True)
+                parsed = await parse(sampled, cut_off=finish == "length")
+                if parsed is None and len(sampled) >= max_new_tokens:
+                    finish, parsed = "length", await parse(sampled, cut_off=True)
             except Exception as error:
                 # The schemas of an agent's tools may break the parser in any way.
                 cause = f"a turn cannot be read with the agent's tools: {error!r}"
                 self.fault = (Status.failed, cause)
                 raise refused(cause) from error
-            if said is not None:
+            if parsed is not None:
                 break
         text = context.dialogue.chat.turn_text(sampled)
         return SampledTurn(
@@ -333,7 +333,7 @@ class Session:
             told=context.told,
             told_messages=context.told_messages,
             results=results,
-            said=replace(said, can_be_answered=said.can_be_answered and finish == "stop"),
+            parsed=replace(parsed, can_be_answered=parsed.can_be_answered and finish == "stop"),
             is_cut_off=finish == "length",
             stop_text=min((one for one in request.stop if one in text), key=text.find, default=None),
             asked=asked,

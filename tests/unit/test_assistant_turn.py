@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.agent.assistant_turn import parse_turn
 from slimrl.agent.parsers import ParsedTurn, ToolCall
-from slimrl.agent.said_turn import read_turn
 
 CHAT = SimpleNamespace(
     turn_text=lambda tokens: "".join(map(chr, tokens)), stop_token_ids={0}, answer_ends={0}, takes_parallel_calls=True
@@ -27,7 +27,7 @@ DIALOGUE = SimpleNamespace(
     ],
 )
 async def test_a_turn_ends_before_the_first_text_that_stops_it_also_where_it_begins_with_it(text, stop, said):
-    found = await read_turn([*map(ord, text)], DIALOGUE, in_thinking=False, cut_off=False, num_calls=0, stop=stop)
+    found = await parse_turn([*map(ord, text)], DIALOGUE, in_thinking=False, cut_off=False, num_calls=0, stop=stop)
     assert found is not None
     assert found.text == said
 
@@ -44,7 +44,7 @@ async def test_each_call_of_a_turn_has_an_id_of_its_own(written, ids):
     calls = [ToolCall(name="a", arguments={"number": number}, id=one) for number, one in enumerate(written)]
     parser = SimpleNamespace(parse=lambda text: ParsedTurn(content=text, calls=calls))
     dialogue = SimpleNamespace(**{**vars(DIALOGUE), "parser": parser})
-    found = await read_turn([65], dialogue, in_thinking=False, cut_off=False, num_calls=4)
+    found = await parse_turn([65], dialogue, in_thinking=False, cut_off=False, num_calls=4)
     assert found is not None
     assert [call.id for call in found.calls] == ids
     assert [call.arguments["number"] for call in found.calls] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""What the policy said in one turn, read from the tokens that it sampled."""
+"""One turn of the policy, parsed from the tokens that it sampled: thinking, text and tool calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from slimrl.chat.thinking import split_thinking
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaidTurn:
+class AssistantTurn:
     text: str
     """Without thinking and calls; the whole answer, without blanks around it, if a call is malformed"""
     reasoning: str | None
@@ -40,7 +40,7 @@ class SaidTurn:
         return message
 
 
-async def read_turn(
+async def parse_turn(
     tokens: Sequence[int],
     dialogue: Dialogue,
     *,
@@ -48,8 +48,8 @@ async def read_turn(
     cut_off: bool,
     num_calls: int,
     stop: Sequence[str] = (),
-) -> SaidTurn | None:
-    """What a turn says; None if the turn goes on, because it stopped at a call within its thinking.
+) -> AssistantTurn | None:
+    """Parse a turn; None if the turn goes on, because it stopped at a call within its thinking.
 
     Args:
         tokens: that the policy sampled of the turn.
@@ -72,7 +72,7 @@ async def read_turn(
         parsed = ParsedTurn(content=parsed.content, calls=[MalformedCall(problem="only one tool call at a time")])
     calls = _with_ids(parsed.calls, num_calls)
     malformed = any(isinstance(call, MalformedCall) for call in calls)
-    return SaidTurn(
+    return AssistantTurn(
         text=thought.answer.strip() if malformed else parsed.content,
         reasoning=thought.thinking,
         calls=calls,
