@@ -39,8 +39,8 @@ SAMPLING = SamplingConfig(max_new_tokens=256)
 WAYS = ("episodes", "bare")
 GOAL_MS = 0.5
 """CPU time of a turn."""
-Play = Callable[[Engine, int], Awaitable[None]]
-"""Plays the episode of this number."""
+RunEpisode = Callable[[Engine, int], Awaitable[None]]
+"""Runs the episode of this number."""
 
 
 class Ways:
@@ -55,11 +55,11 @@ class Ways:
         self.requests: list[GenerateRequest] = []
         """Requests of one episode"""
 
-    def play_of(self, name: str, engine: Engine) -> Play:
-        """A way's play on an engine."""
+    def run_episode_of(self, name: str, engine: Engine) -> RunEpisode:
+        """How a way runs an episode on an engine."""
         return self.bare if name == "bare" else self._real(engine)
 
-    def _real(self, engine: Engine) -> Play:
+    def _real(self, engine: Engine) -> RunEpisode:
         runner = EpisodeRunner(
             engine=engine,
             dialogues=self._dialogues,
@@ -68,12 +68,12 @@ class Ways:
             agent=self._agent,
         )
 
-        async def play(engine: Engine, number: int) -> None:
+        async def run_episode(engine: Engine, number: int) -> None:
             trajectory = await runner.run(PROMPT, trajectory_id=f"t{number}", sampling=SAMPLING, seed=number)
             assert trajectory.status is Status.completed, trajectory.metadata
             assert trajectory.num_turns == len(self.turns), trajectory.metadata
 
-        return play
+        return run_episode
 
     async def record(self) -> None:
         """Note the requests of one episode."""
@@ -96,10 +96,10 @@ class Ways:
             )
 
 
-async def run(play: Play, engine: Engine, num_episodes: int) -> dict[str, float]:
+async def run(run_episode: RunEpisode, engine: Engine, num_episodes: int) -> dict[str, float]:
     """CPU seconds and seconds of all episodes."""
     cpu, start = time.process_time(), time.perf_counter()
-    await asyncio.gather(*(play(engine, number) for number in range(num_episodes)))
+    await asyncio.gather(*(run_episode(engine, number) for number in range(num_episodes)))
     return {"cpu_s": time.process_time() - cpu, "seconds": time.perf_counter() - start}
 
 
@@ -108,10 +108,10 @@ async def waiting_bytes(name: str, num_episodes: int, num_turns: int, turn: int)
     ways = Ways(num_turns)
     await ways.record()
     engine = MadeUpEngine(ways.turns, latency_s=0, held_turn=turn)
-    play = ways.play_of(name, engine)
+    run_episode = ways.run_episode_of(name, engine)
     gc.collect()
     before = psutil.Process().memory_info().rss
-    episodes = asyncio.gather(*(play(engine, number) for number in range(num_episodes)))
+    episodes = asyncio.gather(*(run_episode(engine, number) for number in range(num_episodes)))
     while engine.num_held < num_episodes:
         await asyncio.sleep(0.1)
         assert not episodes.done()
@@ -134,7 +134,7 @@ async def compare(num_episodes: int, num_turns: int, repeats: int, latency_s: fl
     for _ in range(repeats):
         for name, measured in rounds.items():
             engine = MadeUpEngine(ways.turns, latency_s=latency_s)
-            measured.append(await run(ways.play_of(name, engine), engine, num_episodes))
+            measured.append(await run(ways.run_episode_of(name, engine), engine, num_episodes))
     return {
         name: {
             "cpu_ms_per_turn": _median(measured, "cpu_s") * 1000 / (num_episodes * num_turns),

@@ -27,7 +27,7 @@ from made_up_engine import LABEL, QUESTION, SYSTEM_PROMPT, MadeUpEngine, dialogu
 from rich.console import Console
 
 from slimrl.agent.calculator import calculator
-from slimrl.agent.episode import play
+from slimrl.agent.episode import run_turns
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
@@ -80,7 +80,7 @@ def task_of(recipe: Recipe) -> Task:
         dialogues=dialogues_of_policy(),
         tools=tools,
         environment=partial(ToolEnvironment, tools, recipe.agent, recipe.rollout.tool_timeout_s),
-        play=play,
+        episode_loop=run_turns,
         agent=None,
         summary_rule=None,
         subagents={},

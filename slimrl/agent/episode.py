@@ -1,8 +1,8 @@
-"""The episode: one coroutine plays the policy against its environment and gives one trajectory.
+"""The episode: one coroutine runs the policy against its environment and gives one trajectory.
 
 The trajectory is truncated when it runs out of turns or tokens, aborted at its deadline or by the engine, and failed if
 the engine does not answer or the environment or a tool crashes. It always keeps the tokens so far.
-`agent.episode` puts a function of one's own in place of `play`.
+`agent.episode` puts a function of one's own in place of `run_turns`.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ RunSubagent = Callable[[Delegation, int, int], Awaitable[Trajectory]]
 
 
 class Episode:
-    """One trajectory in the making, in the hands of a play."""
+    """One trajectory in the making, in the hands of an episode loop."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Episode:
 
 NOTHING_LEFT = error_text("no turns or tokens are left for it; go on without it")
 
-Play = Callable[[Episode], Awaitable[Status]]
-"""Plays an episode to its end and says how it ended."""
+EpisodeLoop = Callable[[Episode], Awaitable[Status]]
+"""Runs an episode to its end and says how it ended."""
 
 
-async def play(episode: Episode) -> Status:
+async def run_turns(episode: Episode) -> Status:
     """The policy and its environment take turns until one of them ends the episode."""
     while True:
         turn = await episode.sample_turn()
@@ -124,7 +124,7 @@ class EpisodeRunner:
     environment: MakeEnvironment
     rollout: RolloutConfig
     agent: AgentConfig
-    play: Play = play
+    episode_loop: EpisodeLoop = run_turns
     summary_rule: SummaryRule | None = None
     """Writes the summaries of compaction; None for the policy"""
     subagents: Mapping[str, ToolBox] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class EpisodeRunner:
                 first = await host.start(prompt, seed=derive_seed(seed or 0, "environment"), scratch=trajectory.scratch)
                 conversation = self._conversation(first, trajectory_id, sampling, seed)
             async with asyncio.timeout(self.rollout.trajectory_timeout_s):
-                trajectory.status = await self._played(Episode(self, prompt, conversation, host, run_subagent))
+                trajectory.status = await self._run_loop(Episode(self, prompt, conversation, host, run_subagent))
             if trajectory.status is Status.aborted:
                 trajectory.metadata["error"] = "aborted by the engine"
         except TimeoutError:
@@ -214,7 +214,7 @@ class EpisodeRunner:
             environment=partial(ToolEnvironment, tools, agent, self.rollout.tool_timeout_s),
             rollout=replace(self.rollout, max_turns=min(turns, settings.max_turns), max_trajectory_tokens=tokens),
             agent=agent,
-            play=play,
+            episode_loop=run_turns,
         )
 
     def _conversation(
@@ -235,11 +235,11 @@ class EpisodeRunner:
         except (ValueError, TypeError) as error:
             raise EnvironmentFailure(f"the environment's start does not fit the chat template: {error}") from error
 
-    async def _played(self, episode: Episode) -> Status:
-        if self.play is play:
-            return await play(episode)
+    async def _run_loop(self, episode: Episode) -> Status:
+        if self.episode_loop is run_turns:
+            return await run_turns(episode)
         try:
-            status = await self.play(episode)
+            status = await self.episode_loop(episode)
         except (EngineError, ToolCrash, EnvironmentFailure):
             raise
         except (Exception, SystemExit) as error:

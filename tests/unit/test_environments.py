@@ -286,14 +286,16 @@ async def exits(episode):
     raise SystemExit(4)
 
 
-def test_a_play_of_ones_own_has_the_episode_in_its_hands():
-    def played(play):
-        agent = AgentConfig(environment="walks:Walk", episode="plays:mine")
-        runner = runner_of(ScriptedEngine(WORDS), ToolBox([]), agent=agent, environment=lambda: Walk([]), play=play)
+def test_an_episode_loop_of_ones_own_has_the_episode_in_its_hands():
+    def run_with(loop):
+        agent = AgentConfig(environment="walks:Walk", episode="loops:mine")
+        runner = runner_of(
+            ScriptedEngine(WORDS), ToolBox([]), agent=agent, environment=lambda: Walk([]), episode_loop=loop
+        )
         return asyncio.run(runner.run(PROMPT, trajectory_id="t", sampling=SamplingConfig(), seed=1))
 
-    assert played(only_once).status is Status.truncated
-    assert played(only_once).messages[-1] == {"role": "user", "content": "You are at 1."}
-    assert played(gives_nothing).metadata["error"] == "plays:mine returned None, not a Status"
-    assert played(breaks).metadata["error"] == "plays:mine raised LookupError('lost')"
-    assert played(exits).metadata["error"] == "plays:mine raised SystemExit(4)"
+    assert run_with(only_once).status is Status.truncated
+    assert run_with(only_once).messages[-1] == {"role": "user", "content": "You are at 1."}
+    assert run_with(gives_nothing).metadata["error"] == "loops:mine returned None, not a Status"
+    assert run_with(breaks).metadata["error"] == "loops:mine raised LookupError('lost')"
+    assert run_with(exits).metadata["error"] == "loops:mine raised SystemExit(4)"

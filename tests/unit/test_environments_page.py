@@ -19,7 +19,7 @@ from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Status
 from slimrl.runtime.checks.attempts import Attempts
-from slimrl.runtime.checks.environment import load_environment, load_play, load_summary_rule
+from slimrl.runtime.checks.environment import load_environment, load_episode_loop, load_summary_rule
 from slimrl.runtime.checks.tools import load_tools
 
 ROOT = Path(__file__).parents[2]
@@ -34,21 +34,22 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     )
     (tmp_path / "guess.py").write_text(game)
     (tmp_path / "guess.yaml").write_text(recipe)
-    (tmp_path / "own_play.py").write_text(episode)
+    (tmp_path / "own_loop.py").write_text(episode)
     (tmp_path / "own_rule.py").write_text(rule)
     (tmp_path / "subagents.yaml").write_text(f"extends: recipes/tiny_moe/gspo_calculator.yaml\n{subagents}")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in ("guess", "own_play", "own_rule"):
+    for name in ("guess", "own_loop", "own_rule"):
         sys.modules.pop(name, None)
 
 
-def episode_of(recipe: Recipe, *turns: str | list[int], play: str = "", chat=CHAT):
+def episode_of(recipe: Recipe, *turns: str | list[int], loop: str = "", chat=CHAT):
     runner = runner_of(
         ScriptedEngine(*turns), ToolBox([]), agent=recipe.agent,
-        environment=load_environment(recipe, ToolBox([]), POOL), play=load_play(play), chat=chat, max_turns=6,
+        environment=load_environment(recipe, ToolBox([]), POOL),
+        episode_loop=load_episode_loop(loop), chat=chat, max_turns=6,
     )  # fmt: skip
     return asyncio.run(runner.run(PROMPT, trajectory_id="t", sampling=SamplingConfig(), seed=5))
 
@@ -76,7 +77,7 @@ def test_its_recipe_is_accepted_and_its_game_is_played_and_rewarded(page):
 
 def test_its_episode_of_two_turns_ends_before_the_third(page):
     recipe = load_recipe("guess.yaml", ["model.path=absent"], "train").recipe
-    trajectory = episode_of(recipe, *guesses(recipe), play="own_play:best_of_two")
+    trajectory = episode_of(recipe, *guesses(recipe), loop="own_loop:best_of_two")
     assert trajectory.status is Status.truncated
     assert trajectory.metadata["num_turns"] == 2
 
@@ -86,7 +87,7 @@ def test_its_episode_is_complete_when_the_policy_ends_the_text(page):
     end = CHAT.template.encode("<|im_end|>")[0]
     other = next(token for token in range(20) if token != end)
     chat = type(CHAT)(CHAT.template, [end, other])
-    trajectory = episode_of(recipe, [*encode("I say 0"), other], play="own_play:best_of_two", chat=chat)
+    trajectory = episode_of(recipe, [*encode("I say 0"), other], loop="own_loop:best_of_two", chat=chat)
     assert (trajectory.status, trajectory.metadata["num_turns"]) == (Status.completed, 1)
 
 
@@ -153,9 +154,9 @@ def test_what_is_no_environment_is_refused_before_anything_starts(page, agent, s
 
 def test_what_is_no_episode_is_refused_before_anything_starts():
     with pytest.raises(ValueError, match="is not `async def`"):
-        load_play(f"{__name__}:not_asynchronous")
+        load_episode_loop(f"{__name__}:not_asynchronous")
     with pytest.raises(ValueError, match=r"cannot be called as episode_of\(episode\)|takes|async"):
-        load_play(f"{__name__}:episode_of")
+        load_episode_loop(f"{__name__}:episode_of")
 
 
 @pytest.mark.parametrize(
@@ -175,9 +176,9 @@ def test_settings_that_contradict_an_environment_are_named(page, override, key):
 
 
 def test_names_that_their_modules_do_not_have_are_named_without_running_them(page):
-    overrides = ["model.path=absent", "agent.environment=guess:Gues", "agent.episode=own_play:best_of_tow"]
+    overrides = ["model.path=absent", "agent.environment=guess:Gues", "agent.episode=own_loop:best_of_tow"]
     recipe = load_recipe("guess.yaml", overrides, "train").recipe
     assert dict(function_violations(recipe, "train")) == {
         "agent.environment": "guess:Gues: guess has no Gues. Did you mean Guess?",
-        "agent.episode": "own_play:best_of_tow: own_play has no best_of_tow. Did you mean best_of_two?",
+        "agent.episode": "own_loop:best_of_tow: own_loop has no best_of_tow. Did you mean best_of_two?",
     }

@@ -87,7 +87,7 @@ TOOLS = ToolBox([make_tool(calculator), make_tool(lookup)])
 
 
 def runner_of(
-    engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, play=None,
+    engine, tools=TOOLS, chat=CHAT, agent=None, environment=None, episode_loop=None,
     summary_rule=None, subagents=None, parallel=True, **limits,
 ):  # fmt: skip
     rollout = RolloutConfig(**{"max_trajectory_tokens": 512, **limits})
@@ -101,7 +101,7 @@ def runner_of(
         summary_rule=summary_rule,
         subagents=subagents or {},
         parallel_subagents=parallel,
-        **({"play": play} if play else {}),
+        **({"episode_loop": episode_loop} if episode_loop else {}),
     )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.environment import MakeEnvironment
-from slimrl.agent.episode import Play, play
+from slimrl.agent.episode import EpisodeLoop, run_turns
 from slimrl.agent.gateway.agents import Agent, FunctionAgent
 from slimrl.agent.gateway.command_agent import CommandAgent
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -85,10 +85,10 @@ def load_subagents(agent: AgentConfig, sandbox: SandboxPool) -> dict[str, ToolBo
     return found
 
 
-def load_play(path: str) -> Play:
+def load_episode_loop(path: str) -> EpisodeLoop:
     """Raises ValueError: there is no such function, or it is not asynchronous with one argument."""
     if not path:
-        return play
+        return run_turns
     function = resolve(path, arguments=("episode",))
     if not inspect.iscoroutinefunction(function):
         raise ValueError(f"{path}: is not `async def`, which an episode is")

@@ -1,4 +1,4 @@
-"""What the episodes of a recipe are played with, resolved before anything starts, and again in each episode worker."""
+"""What the episodes of a recipe are run with, resolved before anything starts, and again in each episode worker."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import MakeEnvironment
-from slimrl.agent.episode import EpisodeRunner, Play
+from slimrl.agent.episode import EpisodeLoop, EpisodeRunner
 from slimrl.agent.gateway.agents import Agent
 from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -23,7 +23,7 @@ from slimrl.runtime.checks.environment import (
     check_summary_request,
     load_agent,
     load_environment,
-    load_play,
+    load_episode_loop,
     load_subagents,
     load_summary_rule,
 )
@@ -34,9 +34,9 @@ class EpisodeCode:
     dialogues: Dialogues
     tools: ToolBox
     environment: MakeEnvironment
-    play: Play
+    episode_loop: EpisodeLoop
     agent: Agent | None
-    """Behind the gateway, instead of environment and play"""
+    """Behind the gateway, instead of environment and episode loop"""
     summary_rule: SummaryRule | None
     subagents: dict[str, ToolBox]
     """Tools of each sub-agent"""
@@ -64,7 +64,7 @@ class EpisodeCode:
             environment=self.environment,
             rollout=recipe.rollout,
             agent=recipe.agent,
-            play=self.play,
+            episode_loop=self.episode_loop,
             tools=self.tools,
             summary_rule=self.summary_rule,
             subagents=self.subagents,
@@ -87,7 +87,7 @@ def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode
         "dialogues": dialogues,
         "tools": tools,
         "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
-        "play": attempts.get("agent.episode", lambda: load_play(agent.episode)),
+        "episode_loop": attempts.get("agent.episode", lambda: load_episode_loop(agent.episode)),
         "agent": attempts.get("agent.function", lambda: load_agent(agent)),
         "summary_rule": attempts.get("agent.compaction.function", lambda: load_summary_rule(agent.compaction.function)),
         "subagents": attempts.get("agent.subagents", lambda: load_subagents(agent, sandbox)),
