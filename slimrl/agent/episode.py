@@ -47,7 +47,7 @@ class Episode:
     ) -> None:
         self.prompt, self.conversation, self._host, self._run_subagent = prompt, conversation, host, run_subagent
         self.engine, self.rollout, self.agent = runner.engine, runner.rollout, runner.agent
-        self._turnstile = nullcontext() if runner.parallel_subagents else asyncio.Lock()
+        self._subagent_lock = nullcontext() if runner.parallel_subagents else asyncio.Lock()
         self._of_subagents: dict[int, Trajectory] = {}
         """Trajectories of the sub-agents that the last turn called, by the call's number"""
         host.offer(self._delegate)
@@ -73,7 +73,7 @@ class Episode:
         turns, tokens = (left // delegation.num_parallel for left in self.conversation.left())
         if min(turns, tokens) < 1:
             return DelegateAnswer(answer=ToolAnswer(text=NOTHING_LEFT, is_error=True), num_calls=0)
-        async with self._turnstile:
+        async with self._subagent_lock:
             trajectory = await self._run_subagent(delegation, turns, tokens)
         self._of_subagents[delegation.number] = trajectory
         if trajectory.status in (Status.failed, Status.aborted):

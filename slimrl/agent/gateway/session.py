@@ -68,7 +68,7 @@ class Session:
         self._aside = aside
         self._computing = asyncio.Lock()
         """Long computations are one at a time, in the order of the requests"""
-        self._turnstile = asyncio.Semaphore(1 if one_at_a_time else agent.gateway.max_concurrent_requests)
+        self._request_slots = asyncio.Semaphore(1 if one_at_a_time else agent.gateway.max_concurrent_requests)
         self.history = History()
         self.counts = Counts()
         self.replies: dict[str, Reply] = {}
@@ -342,7 +342,7 @@ class Session:
 
     async def _generated(self, request: Any) -> GenerateResult:
         try:
-            async with self._turnstile:
+            async with self._request_slots:
                 result = await self._engine.generate(request)
         except EngineError as error:
             self.fault = (Status.failed, str(error))
