@@ -13,13 +13,13 @@ from slimrl.config.schema.rollout import RolloutConfig, RolloutMode, TooOld
 def mode_violations(recipe: Recipe) -> Iterator[Violation]:
     rollout = recipe.rollout
     mode = rollout.mode.value
-    reads_age = rollout.outlives_steps and rollout.mode is not RolloutMode.one_step_off
+    reads_age = rollout.spans_steps and rollout.mode is not RolloutMode.one_step_off
     for name in ("max_staleness", "too_old"):
         if not reads_age and getattr(rollout, name) != getattr(RolloutConfig, name):
             yield f"rollout.{name}", f"only rollout.mode async and rollout.oversample read it, and the mode is {mode}."
     if not recipe.resync.flush_cache:
         yield from _kept_cache_violations(recipe)
-    if not rollout.outlives_steps:
+    if not rollout.spans_steps:
         return
     key, value = ("oversample", f"{rollout.oversample:g}") if rollout.mode is RolloutMode.sync else ("mode", mode)
     if rollout.oversample > 1 and rollout.mode is not RolloutMode.sync:
@@ -84,7 +84,7 @@ def _kept_cache_violations(recipe: Recipe) -> Iterator[Violation]:
 
 def mode_warnings(recipe: Recipe) -> Iterator[Violation]:
     rollout, algorithm = recipe.rollout, recipe.algorithm
-    if not rollout.outlives_steps:
+    if not rollout.spans_steps:
         return
     if rollout.too_old is TooOld.train:
         yield (

@@ -18,7 +18,7 @@ def sampled_prompts(recipe: Recipe) -> int:
     """Prompts of a step's first rollout: more than it trains on, where prompts without a signal are replaced. The
     rollouts after it depend on the rewards."""
     rollout, sampling = recipe.rollout, recipe.algorithm.dynamic_sampling
-    if sampling.refill is RefillMode.off or rollout.outlives_steps:
+    if sampling.refill is RefillMode.off or rollout.spans_steps:
         return rollout.prompts_per_step
     return ceil(sampling.oversampling * rollout.prompts_per_step)
 

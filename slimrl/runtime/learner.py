@@ -137,7 +137,7 @@ class Learner:
             RunError: too far.
         """
         reports = [self._reports[number] for number in sorted(self._reports)]
-        version = self._state.weight_version if self._recipe.rollout.outlives_steps else None
+        version = self._state.weight_version if self._recipe.rollout.spans_steps else None
         measured = micro_batches([updates[number].batch for number in sorted(self._reports)])
         limit = self._recipe.algorithm.max_logprob_mismatch
         metrics = mismatch_metrics(

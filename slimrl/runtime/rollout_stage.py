@@ -90,7 +90,7 @@ class RolloutStage:
         self._workers = workers
         self._turn_logs = TurnLogs()
         """Of the episodes of `run_group`, where no worker has them"""
-        logs = self._turn_logs if recipe.rollout.outlives_steps else None
+        logs = self._turn_logs if recipe.rollout.spans_steps else None
         self._runner = workers or task.episode_runner(recipe, engine, logs)
         self.episodes = ScoredEpisodes(recipe, task.rewards, self._runner, engine)
         self._teacher, self._scorer = teacher, scorer
@@ -376,7 +376,7 @@ class RolloutStage:
             ended = await all_of([run() for _ in planned])
         finally:
             # Beside groups that run by themselves the loop is measured all the time.
-            if not self._recipe.rollout.outlives_steps:
+            if not self._recipe.rollout.spans_steps:
                 self._lag.pause()
                 self.lags_s += self.take_lags()
         if teacher is not None:

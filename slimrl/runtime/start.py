@@ -275,7 +275,7 @@ def rollout_stage(
         flush_caches=engines.flush_caches,
         teacher=_teacher(recipe, teachers, vocab_size),
         workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
-        loop=LoopThread("slimrl-rollout") if recipe.rollout.outlives_steps else None,
+        loop=LoopThread("slimrl-rollout") if recipe.rollout.spans_steps else None,
         scorer=client if isinstance(client, RoutedEngines) else None,
         engine_urls=lambda: [address.url for address in engines.receivers],
         engine_key=engines.key,

@@ -59,7 +59,7 @@ class TrainRun(Run):
         self._ledger = GroupLedger(self.folder.groups)
         self._service = (
             None
-            if not self.recipe.rollout.outlives_steps
+            if not self.recipe.rollout.spans_steps
             else RolloutService(self.recipe, self.data, prompts, self.stage, filters, self._ledger)
         )
         self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)

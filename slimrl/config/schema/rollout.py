@@ -132,7 +132,7 @@ class RolloutConfig:
         return max(self.num_engines, self.max_engines)
 
     @property
-    def outlives_steps(self) -> bool:
+    def spans_steps(self) -> bool:
         """Whether groups run that are not of the step's own rollout."""
         return self.mode is not RolloutMode.sync or self.oversample > 1
 

@@ -91,7 +91,7 @@ class Worker:
         self._opened.push_async_callback(setup.engine.aclose)
         try:
             loaded = LoadedRecipe(recipe=recipe, provenance={}, path="", command="rollout")
-            logs = self._logs if recipe.rollout.outlives_steps else None
+            logs = self._logs if recipe.rollout.spans_steps else None
             self._runner = load_episode_code(loaded, sandbox).episode_runner(recipe, setup.engine, logs)
             self._opened.push_async_callback(self._runner.stop)
             await self._runner.start()
