@@ -186,7 +186,7 @@ def plain_number(value: Any) -> int | float | None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics file in order, without the broken last line that a killed process may leave.
 
-    A step may have several lines: an evaluation beside the training ends in a later step.
+    A step may have several lines: a background evaluation ends in a later step.
 
     Raises:
         ValueError: another line is not a JSON object with a `step`; names file and line.

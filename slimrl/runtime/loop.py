@@ -8,7 +8,7 @@ Each step of reinforcement learning:
 4. train: the optimizer updates run one after another; before the first one changes the
    weights, the difference between the trainer's and the engines' log-probs is measured and limited;
 5. resync: the engines load the new weights as the next version, and the loaded tensors are verified; before it come the
-   waits for what the mode does not let run on, and for an evaluation beside the training (`eval.engines`).
+   waits for what the mode does not let run on, and for a background evaluation (`eval.engines`).
 
 A step's checkpoint is saved before its evaluation, which may fail. A resumed run makes up for the evaluation.
 """

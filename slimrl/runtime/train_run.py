@@ -20,12 +20,12 @@ from slimrl.rollout.environment_metrics import environment_metrics
 from slimrl.rollout.loop_lag import loop_lag_metrics
 from slimrl.rollout.routing import EVALUATION
 from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_metrics
+from slimrl.runtime.background_evaluation import BackgroundEvaluation, Evaluated
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.errors import StepDropped
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.dynamic_sampling import StepSampler
-from slimrl.runtime.evaluation_beside import Evaluated, EvaluationBeside
 from slimrl.runtime.group_filters import GroupFilters
 from slimrl.runtime.group_ledger import GroupLedger
 from slimrl.runtime.learner import Learner
@@ -72,7 +72,9 @@ class TrainRun(Run):
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
         self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
-        self._beside = EvaluationBeside(self.recipe, self.task.eval_sets, self.stage, self.engines, self.progress)
+        self._background = BackgroundEvaluation(
+            self.recipe, self.task.eval_sets, self.stage, self.engines, self.progress
+        )
         if self.recipe.rollout.mode is not RolloutMode.sync:
             for group in (self.trainers, self.critics):
                 if group is not None:
@@ -141,7 +143,7 @@ class TrainRun(Run):
         return batch.kept
 
     def before_resync(self, step: Step) -> None:
-        """Wait for the rollouts if the mode says so, and for an evaluation beside the training if another is due."""
+        """Wait for the rollouts if the mode says so, and for a background evaluation if another is due."""
         if self._service is not None and self.recipe.rollout.mode is RolloutMode.one_step_off:
             with step.timed("drain"):
                 self._service.drain(self._check_drain, self.preemption)
@@ -151,7 +153,7 @@ class TrainRun(Run):
                 if self._has_evaluation(step.number):
                     # Its engines get the weights that are to be evaluated next.
                     self._take_evaluated()
-                elif (evaluated := self._beside.take()) is not None:
+                elif (evaluated := self._background.take()) is not None:
                     self._write_evaluated(evaluated)
 
     def resync(self, step: Step) -> None:
@@ -175,7 +177,7 @@ class TrainRun(Run):
         step = Step(self.state.step, self.state.unwritten)
         label = f"{EVALUATION}{step.number:06d}"
         self._take_evaluated()
-        if step.number < self.recipe.steps and self._beside.begin(step.number, self.state.weight_version, label):
+        if step.number < self.recipe.steps and self._background.begin(step.number, self.state.weight_version, label):
             self._write(step)
             return
         with step.timed("eval"), self._rollouts_held():
@@ -185,15 +187,15 @@ class TrainRun(Run):
         self._write(step)
 
     def finish(self) -> None:
-        if self.preemption.asked and (step := self._beside.step) is not None:
+        if self.preemption.asked and (step := self._background.step) is not None:
             self.progress.say(f"the evaluation of step {step} had not ended and is given up")
         else:
             self._take_evaluated()
         super().finish()
 
     def _take_evaluated(self) -> None:
-        """Wait for an evaluation that runs beside the training, if there is one."""
-        if (evaluated := self._beside.wait(self.stage.check)) is not None:
+        """Wait for a background evaluation, if there is one."""
+        if (evaluated := self._background.wait(self.stage.check)) is not None:
             self._write_evaluated(evaluated)
 
     def _write_evaluated(self, evaluated: Evaluated) -> None:

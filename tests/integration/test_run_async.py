@@ -140,7 +140,7 @@ def test_one_step_off_changes_the_weights_when_nothing_runs(workspace: Workspace
         assert line["updates"] == [max(0, line["step"] - 2)]
 
 
-def test_an_evaluation_beside_the_training_has_the_weights_of_its_step_and_its_engine_comes_back(workspace: Workspace):
+def test_a_background_evaluation_has_the_weights_of_its_step_and_its_engine_comes_back(workspace: Workspace):
     asked = arguments(
         workspace,
         "beside",

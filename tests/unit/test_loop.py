@@ -25,9 +25,9 @@ from slimrl.resync.report import ResyncReport
 from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime import dynamic_sampling, train_run
+from slimrl.runtime.background_evaluation import Evaluated
 from slimrl.runtime.cluster.errors import RunError, StepDropped
 from slimrl.runtime.dynamic_sampling import StepRollout
-from slimrl.runtime.evaluation_beside import Evaluated
 from slimrl.runtime.loop import train
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
@@ -542,7 +542,7 @@ def test_an_evaluation_in_which_the_last_engine_ends_goes_on_with_the_same_weigh
     assert [line["resync/version"] for line in lines(folder)] == [0, 1]
 
 
-def test_the_wait_for_an_evaluation_beside_the_training_is_a_part_of_the_step_and_not_of_its_resync(
+def test_the_wait_for_a_background_evaluation_is_a_part_of_the_step_and_not_of_its_resync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     class EvaluatesSlowly:
@@ -566,7 +566,7 @@ def test_the_wait_for_an_evaluation_beside_the_training_is_a_part_of_the_step_an
                 return Evaluated(step=self.running.pop(), sets={}, seconds=0.3)
             return None
 
-    monkeypatch.setattr(train_run, "EvaluationBeside", EvaluatesSlowly)
+    monkeypatch.setattr(train_run, "BackgroundEvaluation", EvaluatesSlowly)
     monkeypatch.setattr(Stages, "evaluation", lambda self, step, metrics: None, raising=False)
     stages, recipe = Stages(), recipe_of(4, every_steps=2, at_start=True)
     recipe.rollout.mode, recipe.eval.engines = RolloutMode.async_, 1

@@ -1,4 +1,4 @@
-"""Evaluations on engines of their own, while the others sample and the trainer trains (`eval.engines`).
+"""Background evaluations: on engines of their own, while the others sample and the trainer trains (`eval.engines`).
 
 1. The engines leave the rollouts with the weights that they have, and skip resyncs.
 2. The evaluation runs on the event loop of the rollout service.
@@ -35,7 +35,7 @@ class Evaluated:
     seconds: float
 
 
-class EvaluationBeside:
+class BackgroundEvaluation:
     """At most one evaluation at a time."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Evaluations beside the training, on a real event loop with made-up episodes: which count, and which are given up."""
+"""Background evaluations, on a real event loop with made-up episodes: which count, and which are given up."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.loop_thread import LoopThread
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.progress import Progress
+from slimrl.runtime.background_evaluation import BackgroundEvaluation
 from slimrl.runtime.cluster.errors import RunError
-from slimrl.runtime.evaluation_beside import EvaluationBeside
 
 PROMPTS = [Prompt(prompt_id=f"p{number}", messages=[], label=None) for number in range(3)]
 VERSION = 4
@@ -74,22 +74,22 @@ def parts() -> Iterator[Parts]:
 
 
 @pytest.fixture
-def beside(parts: Parts) -> EvaluationBeside:
+def background(parts: Parts) -> BackgroundEvaluation:
     recipe = Recipe()
     recipe.eval.engines, recipe.rollout.max_concurrency_per_engine = 1, 2
     sets = {"heldout": PROMPTS, "hard": PROMPTS[:1]}
-    return EvaluationBeside(recipe, sets, parts, parts, Progress(9))  # type: ignore[arg-type]
+    return BackgroundEvaluation(recipe, sets, parts, parts, Progress(9))  # type: ignore[arg-type]
 
 
 def nothing() -> None:
     pass
 
 
-def test_it_is_taken_when_it_has_ended_and_its_engines_go_back(parts: Parts, beside: EvaluationBeside):
-    assert beside.begin(7, VERSION, "eval_000007")
-    assert (beside.step, beside.take(), parts.num_back) == (7, None, 0)
+def test_it_is_taken_when_it_has_ended_and_its_engines_go_back(parts: Parts, background: BackgroundEvaluation):
+    assert background.begin(7, VERSION, "eval_000007")
+    assert (background.step, background.take(), parts.num_back) == (7, None, 0)
     parts.end()
-    ended = beside.wait(nothing)
+    ended = background.wait(nothing)
     assert ended is not None
     assert ended.step == 7
     assert [item.key for item in ended.sets["heldout"]] == [("heldout", f"p{number}", 0) for number in range(3)]
@@ -97,39 +97,39 @@ def test_it_is_taken_when_it_has_ended_and_its_engines_go_back(parts: Parts, bes
     assert 0 < ended.seconds < 60
     assert parts.names[-1] == "eval_000007/hard/00000/000"
     assert parts.most_under_way == 2, "as many as its engine may have"
-    assert (beside.step, beside.take(), parts.num_back) == (None, None, 1)
+    assert (background.step, background.take(), parts.num_back) == (None, None, 1)
 
 
-def test_without_an_engine_to_spare_it_does_not_begin(parts: Parts, beside: EvaluationBeside):
+def test_without_an_engine_to_spare_it_does_not_begin(parts: Parts, background: BackgroundEvaluation):
     parts.can_spare = 0
-    assert not beside.begin(7, VERSION, "eval_000007")
-    assert (beside.step, parts.names) == (None, [])
+    assert not background.begin(7, VERSION, "eval_000007")
+    assert (background.step, parts.names) == (None, [])
 
 
-def test_one_that_loses_its_engines_is_given_up(parts: Parts, beside: EvaluationBeside, capsys):
-    beside.begin(7, VERSION, "eval_000007")
+def test_one_that_loses_its_engines_is_given_up(parts: Parts, background: BackgroundEvaluation, capsys):
+    background.begin(7, VERSION, "eval_000007")
 
     def lose() -> None:
         parts.evaluation_is_lost = True
 
-    assert beside.wait(lose) is None
+    assert background.wait(lose) is None
     assert "the evaluation of step 7 has lost its engines and is given up" in capsys.readouterr().out
-    assert (beside.step, parts.num_back) == (None, 1)
+    assert (background.step, parts.num_back) == (None, 1)
     # By the loss of its engines.
-    beside.begin(8, VERSION, "eval_000008")
+    background.begin(8, VERSION, "eval_000008")
     parts.status = Status.failed
     parts.end()
     parts.loop.run(asyncio.sleep(0.1))
     parts.evaluation_is_lost = True
-    assert beside.take() is None
+    assert background.take() is None
 
 
-def test_one_that_had_ended_before_its_engines_were_lost_counts(parts: Parts, beside: EvaluationBeside):
-    beside.begin(7, VERSION, "eval_000007")
+def test_one_that_had_ended_before_its_engines_were_lost_counts(parts: Parts, background: BackgroundEvaluation):
+    background.begin(7, VERSION, "eval_000007")
     parts.end()
     parts.loop.run(asyncio.sleep(0.1))
     parts.evaluation_is_lost = True
-    ended = beside.take()
+    ended = background.take()
     assert ended is not None
     assert len(ended.sets["heldout"]) == 3
     assert parts.num_back == 1
@@ -142,10 +142,10 @@ def test_one_that_had_ended_before_its_engines_were_lost_counts(parts: Parts, be
         (Status.completed, VERSION + 1, r"evaluation heldout of weight version 4: sampled by \[5\] too"),
     ],
 )
-def test_failures_and_other_weights_end_the_run(parts: Parts, beside: EvaluationBeside, status, version, said):
-    beside.begin(7, VERSION, "eval_000007")
+def test_failures_and_other_weights_end_the_run(parts: Parts, background: BackgroundEvaluation, status, version, said):
+    background.begin(7, VERSION, "eval_000007")
     parts.status, parts.version = status, version
     parts.end()
     with pytest.raises(RunError, match=said):
-        beside.wait(nothing)
+        background.wait(nothing)
     assert parts.num_back == 1
