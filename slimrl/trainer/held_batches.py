@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from slimrl.algorithms.cross_batch_sums import remote_sums, set_remote
 from slimrl.algorithms.mismatch import LogProbReport, report_logprobs
 from slimrl.algorithms.objective import LossFunction
-from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.algorithms.token_advantages import charges_kl, kl_returns, kl_rewards, whitening_deviation
 from slimrl.algorithms.values import estimate_advantages
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig, RoutingReplay

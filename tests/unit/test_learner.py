@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slimrl.algorithms.cross_batch_sums import remote_sums, set_remote
 from slimrl.algorithms.mismatch import report_logprobs
 from slimrl.algorithms.objective import policy_objective
-from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.config.schema.algorithm import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.training import LogProbs, UpdateResult

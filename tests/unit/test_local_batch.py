@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimrl.algorithms.remote import _whole_batch
+from slimrl.algorithms.cross_batch_sums import _whole_batch
 from slimrl.data.packing import MicroBatch
 from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
 

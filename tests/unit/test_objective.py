@@ -12,11 +12,11 @@ import pytest
 import torch
 from algorithm_cases import CASES, PPO, config
 
+from slimrl.algorithms.cross_batch_sums import remote_sums, set_remote
 from slimrl.algorithms.losses import LOSSES
 from slimrl.algorithms.objective import denominator, loss_function, policy_objective
 from slimrl.algorithms.passes import needs_old, needs_sums
 from slimrl.algorithms.policy_tokens import LossBatch
-from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.config.algorithms import SETTINGS
 from slimrl.config.schema.algorithm import (
     Aggregation,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slimrl.algorithms.cross_batch_sums import remote_sums, set_remote
 from slimrl.algorithms.mismatch import entropy_mean, mismatch_metrics, report_logprobs
-from slimrl.algorithms.remote import remote_sums, set_remote
 from slimrl.algorithms.selection import Selection
 from slimrl.algorithms.selection import select as select_with
 from slimrl.algorithms.shaping import apply_truncation_rule
