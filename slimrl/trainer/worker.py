@@ -20,19 +20,19 @@ from slimrl.trainer.build import build_model
 from slimrl.trainer.checkpointing import checkpoint
 from slimrl.trainer.checkpointing.export import ExportedAdapters, export_hf
 from slimrl.trainer.determinism import make_deterministic
-from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.lora.attach import attach_adapters, without_adapters
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner, ValueRunner
 from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.rank_batches import RankBatches
 from slimrl.trainer.reference import ReferenceWeights
 from slimrl.trainer.weight_source import MegatronWeightSource
 from slimrl.trainer.weights import load_hf_weights, model_weight_map
 
 
-class TrainerWorker(HeldBatches):
+class TrainerWorker(RankBatches):
     """Joins the process group and builds the model with random weights; `load_hf` or `load_checkpoint` loads others."""
 
     def __init__(

@@ -23,7 +23,7 @@ from slimrl.data.packing import (
     micro_batches,
     pack,
 )
-from slimrl.trainer.held_batches import HeldBatches
+from slimrl.trainer.rank_batches import RankBatches
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
@@ -58,7 +58,7 @@ def updates_by_algorithm(rank, num_ranks, port, weights, layouts):
             "length": LENGTH,
         }
         batches = parts[run.layout.data_rank]
-        held = HeldBatches(run.runner)
+        held = RankBatches(run.runner)
         held.put_batches([batches])
         near(batches, run.runner.compute_logprobs(batches, TEMPERATURE))
         found = {}

@@ -20,7 +20,7 @@ from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RE
 from slimrl.data.pieces import pieces_of
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.exchange import over_data
-from slimrl.trainer.held_batches import HeldBatches
+from slimrl.trainer.rank_batches import RankBatches
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
@@ -52,7 +52,7 @@ def critics(rank, num_ranks, port, weights, layouts):
                 weight = chunk.output_layer.weight
                 weight.data.copy_(0.1 * torch.randn(weight.shape, generator=generator))
         run.optimizer.megatron.reload_model_params()
-        held = HeldBatches(run.runner)
+        held = RankBatches(run.runner)
         held.put_batches([parts[run.layout.data_rank]])
         held.add_values(0)
         held.place(0, pieces_elsewhere())

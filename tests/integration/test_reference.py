@@ -8,8 +8,8 @@ from trainer_cases import in_layouts, packed_batches
 from slimrl.data.packing import REFERENCE_LOGPROBS
 from slimrl.data.training import MemoryPart
 from slimrl.trainer import reference
-from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.offload import Offload
+from slimrl.trainer.rank_batches import RankBatches
 from slimrl.trainer.reference import ReferenceWeights
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -24,7 +24,7 @@ def log_probs_of_the_reference(rank, num_ranks, port, weights):
 
 
 def of_one(run):
-    held = HeldBatches(run.runner)
+    held = RankBatches(run.runner)
     held.reference = ReferenceWeights(run.chunks).swapped_in
     batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank)
     held.put_batches([batches])

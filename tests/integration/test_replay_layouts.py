@@ -21,8 +21,8 @@ from slimrl.config.schema.algorithm import RoutingReplay
 from slimrl.data.packing import OLD_LOGPROBS, pack
 from slimrl.data.training import UpdateResult
 from slimrl.trainer import routing_replay
-from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.layout.parallel import destroy_parallel
+from slimrl.trainer.rank_batches import RankBatches
 from slimrl.trainer.routers import model_routers
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -65,10 +65,10 @@ FAMILIES = {
 }
 
 
-def replaying(run: Run, mode: RoutingReplay) -> HeldBatches:
+def replaying(run: Run, mode: RoutingReplay) -> RankBatches:
     pieces = run.layout.tensor if run.layout.sequence else 1
     run.runner.routing_replay = routing_replay.RoutingReplay(run.chunks, pieces, run.layout.tensor_rank)
-    return HeldBatches(run.runner, mode)
+    return RankBatches(run.runner, mode)
 
 
 def routed_batches(run: Run, *, fixed: tuple[int, ...] | None = None) -> list[Any]:
@@ -99,7 +99,7 @@ def disturb_routers(run: Run, scale: float = 0.05) -> None:
     run.optimizer.megatron.reload_model_params()
 
 
-def one_update(held: HeldBatches) -> UpdateResult:
+def one_update(held: RankBatches) -> UpdateResult:
     held.accumulate(0, gspo, 10.0, 0.7)
     return held.step()
 

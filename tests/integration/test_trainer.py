@@ -27,8 +27,8 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.packing import OLD_LOGPROBS, is_split, pack
 from slimrl.trainer.checkpointing import checkpoint
-from slimrl.trainer.held_batches import HeldBatches
 from slimrl.trainer.layout.parallel import destroy_parallel
+from slimrl.trainer.rank_batches import RankBatches
 from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -70,7 +70,7 @@ def logprob_layouts(rank, num_ranks, port, weights, layouts):
     results = []
     for run in in_layouts(rank, num_ranks, port, layouts, weights):
         batches = packed_batches(0, run.layout, run.trainer.max_tokens_per_rank)
-        held = HeldBatches(run.runner)
+        held = RankBatches(run.runner)
         held.put_batches([batches])
         reports = held.add_logprobs(0, "found", 0.7, routing=True)
         assert (reports is not None) == run.layout.is_output_rank
@@ -122,7 +122,7 @@ def split_updates(rank, num_ranks, port, weights, layouts):
             budget_tokens=run.trainer.max_tokens_per_rank * run.layout.context,
             alignment=run.layout.alignment, data_parallel=run.layout.data,
         )  # fmt: skip
-        held = HeldBatches(run.runner)
+        held = RankBatches(run.runner)
         held.put_batches([parts[run.layout.data_rank]])
         held.add_logprobs(0, OLD_LOGPROBS, 0.7)
         held.accumulate(0, loss, 4.0, 0.7)

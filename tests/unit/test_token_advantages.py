@@ -10,8 +10,8 @@ from slimrl.config.schema.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, pack
 from slimrl.data.pieces import cut, join, pieces_of
 from slimrl.data.trajectory import Segment
-from slimrl.trainer import exchange, held_batches
-from slimrl.trainer.held_batches import HeldBatches
+from slimrl.trainer import exchange, rank_batches
+from slimrl.trainer.rank_batches import RankBatches
 
 COEFFICIENT = 0.3
 KL = AlgorithmConfig(
@@ -58,7 +58,7 @@ def formula(segments_N, advantages_N, settings: AlgorithmConfig) -> dict[int, fl
     return found
 
 
-def held(segments_N, advantages_N, budget: int, ranks: int) -> list[HeldBatches]:
+def held(segments_N, advantages_N, budget: int, ranks: int) -> list[RankBatches]:
     """Each data-parallel rank's batches of one update, with the log-probs that a pass would add."""
     parts = pack(segments_N, advantages_N, budget_tokens=budget, alignment=2, data_parallel=ranks)
     made = []
@@ -66,7 +66,7 @@ def held(segments_N, advantages_N, budget: int, ranks: int) -> list[HeldBatches]
         for batch in batches:
             for name, of in ((OLD_LOGPROBS, old), (REFERENCE_LOGPROBS, reference)):
                 batch.added[name] = np.where(batch.mask, of(batch.targets), np.nan).astype(np.float32)
-        one = HeldBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=True)))
+        one = RankBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=True)))
         one.put_batches([batches])
         made.append(one)
     return made
@@ -76,7 +76,7 @@ def held(segments_N, advantages_N, budget: int, ranks: int) -> list[HeldBatches]
 @pytest.mark.parametrize("budget", [20, 256])
 def test_one_rank_gives_each_token_what_the_formula_says(monkeypatch, whiten, budget):
     monkeypatch.setattr(exchange, "over_data", lambda value: [value])
-    monkeypatch.setattr(held_batches, "sum_over_data", lambda values: [float(value) for value in values])
+    monkeypatch.setattr(rank_batches, "sum_over_data", lambda values: [float(value) for value in values])
     segments_N, advantages_N = trajectories(0), np.float32([1.0, -0.5, 0.25, 2.0, -1.0])
     settings = replace(KL, whiten=whiten)
     (rank,) = held(segments_N, advantages_N, budget, 1)
@@ -124,7 +124,7 @@ def test_a_trajectory_on_two_ranks_is_charged_as_a_whole(monkeypatch):
 
 
 def test_a_rank_that_sees_no_log_probs_adds_nothing():
-    one = HeldBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=False)))
+    one = RankBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=False)))
     one.put_batches([[SimpleNamespace()]])
     one.add_advantages(KL)
 

@@ -119,29 +119,29 @@ class TrainerGroup:
         return self._reports(self._pass("log-probs", "report_own_routing", update, temperature))
 
     def add_advantages(self, settings: AlgorithmConfig) -> None:
-        """See HeldBatches.add_advantages."""
+        """See RankBatches.add_advantages."""
         self._work("add_advantages", self._same(settings))
 
     def set_remote(self, update: int, settings: AlgorithmConfig, temperature: float) -> None:
-        """See HeldBatches.set_remote."""
+        """See RankBatches.set_remote."""
         self._pass("log-probs", "set_remote", update, settings, temperature)
 
     def pieces(self, update: int, names: Sequence[str]) -> list[Any]:
-        """Ray references to what HeldBatches.pieces gives on each rank; the arrays do not come to the driver."""
+        """Ray references to what RankBatches.pieces gives on each rank; the arrays do not come to the driver."""
         found = self._actors.call("give", self._same(update, list(names)), timeout_s=self._recipe.trainer.timeout_s)
         return [reference for of_rank in found.values() for reference in of_rank]
 
     def place(self, update: int, pieces: Sequence[Any]) -> None:
-        """Add the arrays of another group's `pieces` to an update's batch; see HeldBatches.place."""
+        """Add the arrays of another group's `pieces` to an update's batch; see RankBatches.place."""
         # As an object of its own, so that the references are not serialized for each rank.
         self._call("take", update, ray.put(list(pieces)))
 
     def add_values(self, update: int) -> None:
-        """See HeldBatches.add_values."""
+        """See RankBatches.add_values."""
         self._pass("values", "add_values", update)
 
     def estimate(self, update: int, algorithm: AlgorithmConfig) -> None:
-        """See HeldBatches.estimate.
+        """See RankBatches.estimate.
 
         Args:
             algorithm: the policy's.
@@ -157,7 +157,7 @@ class TrainerGroup:
         temperature: float,
         logprobs: bool = False,
     ) -> list[LogProbReport]:
-        """Gradients of an update's batch, for `step`; see HeldBatches.accumulate."""
+        """Gradients of an update's batch, for `step`; see RankBatches.accumulate."""
         return self._reports(self._pass("train", "accumulate", update, loss, denominator, temperature, logprobs))
 
     def step(self) -> UpdateResult:

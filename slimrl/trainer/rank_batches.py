@@ -33,7 +33,7 @@ from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 from slimrl.trainer.routing_replay import engine_experts
 
 
-class HeldBatches:
+class RankBatches:
     """All ranks make each call together. Ranks of one data-parallel rank hold the same micro-batches."""
 
     def __init__(self, runner: MicroBatchRunner, routing_replay: RoutingReplay = RoutingReplay.off) -> None:
