@@ -16,7 +16,7 @@ from slimrl.config.credit_rules import credit_violations
 from slimrl.config.critic import critic_recipe
 from slimrl.config.critic_rules import critic_violations, of_critic
 from slimrl.config.data_rules import data_violations
-from slimrl.config.environment import environment_violations
+from slimrl.config.env_vars import environment_violations
 from slimrl.config.eval_rules import eval_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations, trainer_tile_warnings
 from slimrl.config.fp8_training import fp8_violations

@@ -2,7 +2,7 @@
 
 On a CPU operations repeat as they are. On a GPU some add in the order in which threads come: torch and Megatron then
 choose other algorithms, and torch raises an error at an operation that has none. The variables that Transformer Engine,
-cuBLAS and NCCL read are those of config/environment.py, because a process has them from its start.
+cuBLAS and NCCL read are those of config/env_vars.py, because a process has them from its start.
 """
 
 from dataclasses import replace

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slimrl import device
-from slimrl.config.environment import FP8_SCALES
+from slimrl.config.env_vars import FP8_SCALES
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.models.hf_config import FP8_BLOCK
 from slimrl.quantization.rounding import E5M2

@@ -6,7 +6,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpu_rehearsal.recipe import environment
-from slimrl.config.environment import trainer_variables
+from slimrl.config.env_vars import trainer_variables
 from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig

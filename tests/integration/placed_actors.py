@@ -8,7 +8,7 @@ import sys
 
 import ray
 
-from slimrl.config.environment import thread_variables
+from slimrl.config.env_vars import thread_variables
 from slimrl.config.schema.recipe import Recipe
 from slimrl.runtime.cluster.placement import place
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes

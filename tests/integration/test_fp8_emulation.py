@@ -9,7 +9,7 @@ from ranks import run_ranks
 from small_models import small_model
 from trainer_cases import Run, model_config, packed_batches, trainer_config
 
-from slimrl.config.environment import FP8_SCALES
+from slimrl.config.env_vars import FP8_SCALES
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.environment import FP8_SCALES, engine_variables, nccl_variables, thread_variables, trainer_variables
+from slimrl.config.env_vars import FP8_SCALES, engine_variables, nccl_variables, thread_variables, trainer_variables
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName

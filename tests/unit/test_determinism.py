@@ -8,7 +8,7 @@ import torch
 
 from slimrl import device
 from slimrl.config.check import check_recipe
-from slimrl.config.environment import trainer_variables
+from slimrl.config.env_vars import trainer_variables
 from slimrl.config.load import load_recipe
 from slimrl.config.schema.model import ModelConfig
 from slimrl.config.schema.precision import Precision

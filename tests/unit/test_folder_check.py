@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.config.environment import thread_variables
+from slimrl.config.env_vars import thread_variables
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.runtime.checks import folder_check

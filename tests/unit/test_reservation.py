@@ -14,7 +14,7 @@ import psutil
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from slimrl.config.environment import thread_variables
+from slimrl.config.env_vars import thread_variables
 from slimrl.runtime.cluster import guard, ray_cluster, reservation
 from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.placement import Node, Placement, Slot

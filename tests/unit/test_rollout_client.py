@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slimrl.config.environment import ENGINE_PINNED
+from slimrl.config.env_vars import ENGINE_PINNED
 from slimrl.config.package_fields import package_folder
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig

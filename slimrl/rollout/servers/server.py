@@ -16,7 +16,7 @@ import httpx
 
 from slimrl import device
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8
-from slimrl.config.environment import ENGINE_PINNED
+from slimrl.config.env_vars import ENGINE_PINNED
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_kernels import plain_kernels
@@ -174,7 +174,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bool) -> dict[str, str]:
-    """Variables of the engine's process: the recipe's, and those that it may not set (config/environment.py)."""
+    """Variables of the engine's process: the recipe's, and those that it may not set (config/env_vars.py)."""
     common = {
         **rollout.env,
         "OMP_NUM_THREADS": str(rollout.threads_per_engine),

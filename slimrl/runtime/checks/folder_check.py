@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from slimrl.config.environment import thread_variables
+from slimrl.config.env_vars import thread_variables
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import Problem
 from slimrl.config.schema.recipe import Recipe

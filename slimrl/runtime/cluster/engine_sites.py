@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from slimrl.config.environment import engine_variables
+from slimrl.config.env_vars import engine_variables
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine_key import EngineKey
 from slimrl.observability.run_folder import RunFolder

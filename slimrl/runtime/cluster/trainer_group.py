@@ -12,7 +12,7 @@ import ray
 from slimrl.algorithms.mismatch import LogProbReport
 from slimrl.algorithms.objective import LossFunction
 from slimrl.checkpoints.digests import FileDigest
-from slimrl.config.environment import trainer_variables
+from slimrl.config.env_vars import trainer_variables
 from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch

@@ -12,7 +12,7 @@ from slimrl_tools.convert.options import Options
 from small_models import small_model
 
 from slimrl import device
-from slimrl.config.environment import FP8_SCALES
+from slimrl.config.env_vars import FP8_SCALES
 from slimrl.config.schema.precision import Fp8Scaling, Precision
 from slimrl.config.schema.trainer import LoraConfig, ParallelConfig
 

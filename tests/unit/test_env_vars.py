@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.config.check import check_recipe
-from slimrl.config.environment import (
+from slimrl.config.env_vars import (
     ENGINE_OWNED,
     ENGINE_PINNED,
     TRAINER_OWNED,
