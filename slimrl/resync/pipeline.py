@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 Send = Callable[[Sequence[TensorPart], SharedBuffer], None]
 """See Transport."""
 
-Settle = Callable[[str, Exception | None], None]
+SyncErrors = Callable[[str, Exception | None], None]
 """Called on all ranks with the place and this rank's error or None; raises on all where any has an error."""
 
 NUM_SLOTS = 2
@@ -86,7 +86,7 @@ class Pipeline:
     def run(
         self,
         send: Send | None,
-        settle: Settle,
+        sync_errors: SyncErrors,
         clock: Clock,
         on_progress: Progress | None,
         record: Record,
@@ -101,7 +101,7 @@ class Pipeline:
             overlapping: a send may begin before the one before it has ended.
 
         Raises:
-            RankError: another rank died or is late. Whatever `settle` raises.
+            RankError: another rank died or is late. Whatever `sync_errors` raises.
         """
         send_clock = SendClock(clock)
         sending: list[SendThread] = []
@@ -112,15 +112,15 @@ class Pipeline:
                 slot = number % NUM_SLOTS
                 problem = self._fill(number, slot, clock, record)
                 with clock("agree"):
-                    settle(self._place(number), problem)
+                    sync_errors(self._place(number), problem)
                 if send is not None:
                     call = partial(send, bucket.sent, self._slots.buffers[slot])
                     after = None if overlapping else next(iter(sending), None)
                     sending.append(SendThread(partial(send_clock.run, call), after))
                 if number:
-                    self._arrive(number - 1, sending, settle, clock, on_progress)
+                    self._arrive(number - 1, sending, sync_errors, clock, on_progress)
             if total:
-                self._arrive(total - 1, sending, settle, clock, on_progress)
+                self._arrive(total - 1, sending, sync_errors, clock, on_progress)
         except RankError as error:
             raise RankError(f"{self._place(number)}: {error}") from error
         finally:
@@ -158,7 +158,12 @@ class Pipeline:
         return problem
 
     def _arrive(
-        self, number: int, sending: list[SendThread], settle: Settle, clock: Clock, on_progress: Progress | None
+        self,
+        number: int,
+        sending: list[SendThread],
+        sync_errors: SyncErrors,
+        clock: Clock,
+        on_progress: Progress | None,
     ) -> None:
         """Wait until a bucket, the oldest that is being sent, has arrived everywhere."""
         error = None
@@ -170,7 +175,7 @@ class Pipeline:
                     for each in sending:
                         each.wait(self._timeout_s)
         with clock("agree"):
-            settle(self._place(number), error)
+            sync_errors(self._place(number), error)
         if on_progress is not None:
             on_progress(number + 1, len(self._plan.buckets))
 

@@ -25,15 +25,15 @@ from slimrl.data.weights import EngineControl, WeightSource
 from slimrl.resync.buckets import Transform
 from slimrl.resync.engine_calls import PROBE_TIMEOUT_S, EngineCalls
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
-from slimrl.resync.pipeline import Pipeline, Progress, Settle
+from slimrl.resync.pipeline import Pipeline, Progress, SyncErrors
 from slimrl.resync.plan import ResyncPlan, plan_resync
+from slimrl.resync.rank_errors import StartAgain, sync_errors_across_ranks
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock, ResyncError, ResyncReport
 from slimrl.resync.transports.base import Transport
 from slimrl.resync.transports.collective import CollectiveTransport
 from slimrl.resync.transports.disk import DiskTransport
 from slimrl.resync.transports.ipc import IpcTransport
-from slimrl.resync.verdict import StartAgain, agree_on_outcome
 
 
 class ResyncSession:
@@ -152,10 +152,10 @@ class ResyncSession:
                 self._plan, self._source, self._ranks, run_id=self._run_id, timeout_s=self._deadline_s
             )
 
-        def settled(place: str, error: Exception | None) -> None:
+        def sync_errors(place: str, error: Exception | None) -> None:
             if isinstance(error, EngineError):
                 self._transport.finish_calls()
-            agree_on_outcome(self._ranks, calls, version, place, error)
+            sync_errors_across_ranks(self._ranks, calls, version, place, error)
 
         def prepare() -> None:
             calls.each("pause", lambda engine: engine.pause(self._config.pause))
@@ -164,12 +164,12 @@ class ResyncSession:
         while True:
             try:
                 with clock("pause"):
-                    _together(calls, settled, "before the first bucket", prepare)
+                    _together(calls, sync_errors, "before the first bucket", prepare)
                 send = self._transport.send if calls.engines else None
                 overlapping = self._transport.overlapping
-                self._pipeline.run(send, settled, clock, on_progress, expected.record, overlapping=overlapping)
+                self._pipeline.run(send, sync_errors, clock, on_progress, expected.record, overlapping=overlapping)
                 with clock("activate"):
-                    _together(calls, settled, "after the last bucket", partial(self._transport.end, version))
+                    _together(calls, sync_errors, "after the last bucket", partial(self._transport.end, version))
                 return
             except StartAgain:
                 continue
@@ -263,7 +263,7 @@ def _loaded_prints(expected: ExpectedFingerprints, engine: EngineControl) -> dic
     return prints | engine.draft_fingerprints(drafts) if drafts else prints
 
 
-def _together(calls: EngineCalls, settled: Settle, place: str, action: Callable[[], None]) -> None:
+def _together(calls: EngineCalls, sync_errors: SyncErrors, place: str, action: Callable[[], None]) -> None:
     """Run an action on the ranks with engines; all ranks learn how it ended."""
     error: Exception | None = None
     if calls.engines:
@@ -271,7 +271,7 @@ def _together(calls: EngineCalls, settled: Settle, place: str, action: Callable[
             action()
         except (EngineError, OSError) as raised:
             error = raised
-    settled(place, error)
+    sync_errors(place, error)
 
 
 def make_transport(

@@ -86,14 +86,14 @@ def sent_halves(rank, num_ranks, port, rows):
             halves = part.view(buffer.tensor).cpu().unflatten(0, (2, -1)).flatten(1)
             seen[part.spec.name] = [sorted(set(half.tolist())) for half in halves]
 
-    def settle(place, error):
+    def sync_errors(place, error):
         assert error is None
         assert ranks.agree(0) == 0
 
     def unrecorded(place, value, results):
         """Hashing would wait for the stream too."""
 
-    pipeline.run(send if rank == 0 else None, settle, Clock(), None, unrecorded)
+    pipeline.run(send if rank == 0 else None, sync_errors, Clock(), None, unrecorded)
     pipeline.close()
     ranks.close()
     dist.destroy_process_group()

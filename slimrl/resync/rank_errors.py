@@ -1,4 +1,4 @@
-"""How the trainer's ranks decide together whether a version continues, starts again or fails."""
+"""Errors of one trainer rank become known to all of them, which continue, start the version again or fail together."""
 
 import logging
 
@@ -10,14 +10,16 @@ from slimrl.resync.report import ResyncError
 log = logging.getLogger(__name__)
 
 CONTINUE, RETRY, FAIL = range(3)
-"""The highest verdict of all ranks counts."""
+"""The highest outcome of any rank is that of all."""
 
 
 class StartAgain(Exception):
     """Engines were taken out, or get another chance; the version starts again from its first bucket."""
 
 
-def agree_on_outcome(ranks: Ranks, calls: EngineCalls, version: int, place: str, error: Exception | None) -> None:
+def sync_errors_across_ranks(
+    ranks: Ranks, calls: EngineCalls, version: int, place: str, error: Exception | None
+) -> None:
     """Barrier of all ranks; raises on all where any of them has an error.
 
     Args:
@@ -29,19 +31,19 @@ def agree_on_outcome(ranks: Ranks, calls: EngineCalls, version: int, place: str,
         StartAgain, ResyncError: on all ranks alike.
         RankError: another rank died or is late.
     """
-    verdict = CONTINUE
+    outcome = CONTINUE
     if isinstance(error, EngineError):
-        verdict = RETRY if calls.judge(error) else FAIL
+        outcome = RETRY if calls.judge(error) else FAIL
     elif isinstance(error, OSError | ValueError):
-        verdict = FAIL
+        outcome = FAIL
     elif error is not None:
         raise error
-    verdict = ranks.agree(verdict)
-    if verdict == CONTINUE:
+    outcome = ranks.agree(outcome)
+    if outcome == CONTINUE:
         return
-    outcomes = ranks.gather_objects((len(calls.engines), None if error is None else str(error)))
-    reasons = "; ".join(reason for _, reason in outcomes if reason is not None)
-    if verdict == RETRY and sum(engines for engines, _ in outcomes):
+    results = ranks.gather_objects((len(calls.engines), None if error is None else str(error)))
+    reasons = "; ".join(reason for _, reason in results if reason is not None)
+    if outcome == RETRY and sum(engines for engines, _ in results):
         if ranks.rank == 0:
             log.warning("resync of version %d starts again after it failed %s: %s", version, place, reasons)
         raise StartAgain
