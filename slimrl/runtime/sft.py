@@ -19,8 +19,8 @@ from slimrl.data.packing import pack_for
 from slimrl.data.prompts import read_conversations
 from slimrl.data.rows import BrokenRows
 from slimrl.data.trajectory import Segment
-from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_chat_format
+from slimrl.runtime.checks.problem_collector import ProblemCollector
 from slimrl.runtime.run import Run
 from slimrl.runtime.state import count_skipped
 from slimrl.runtime.step_metrics import Step, update_metrics
@@ -35,13 +35,13 @@ def read_examples(loaded: LoadedRecipe) -> dict[str, list[Segment]]:
             `sft.max_tokens`; names the lines.
     """
     data, chat = loaded.recipe.data, load_chat_format(loaded)
-    attempts = Attempts(loaded)
+    collector = ProblemCollector(loaded)
     examples = {
-        name: attempts.get(data.train_key(name), partial(_read_file, Path(path), loaded.recipe, chat)) or []
+        name: collector.get(data.train_key(name), partial(_read_file, Path(path), loaded.recipe, chat)) or []
         for name, path in data.train_files.items()
     }
-    if attempts.problems:
-        raise RecipeError(attempts.problems)
+    if collector.problems:
+        raise RecipeError(collector.problems)
     return examples
 
 

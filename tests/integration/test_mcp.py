@@ -25,7 +25,7 @@ from slimrl.config.load import load_recipe
 from slimrl.config.schema.agent import AgentConfig, McpServerConfig
 from slimrl.data.trajectory import Status
 from slimrl.rollout.servers.ports import free_port
-from slimrl.runtime.checks.attempts import Attempts
+from slimrl.runtime.checks.problem_collector import ProblemCollector
 from slimrl.runtime.checks.tools import load_tools
 
 pytestmark = pytest.mark.integration
@@ -261,10 +261,10 @@ def test_names_that_clash_get_the_servers_name_before_them():
 
 def problems_of(**servers: McpServerConfig) -> dict[str, str]:
     loaded = load_recipe(TOY, ["model.path=absent", "agent.tools=[]"], "train")
-    attempts = Attempts(loaded)
+    collector = ProblemCollector(loaded)
     agent = AgentConfig(mcp=servers, start_timeout_s=20)
-    assert load_tools(agent, attempts, SandboxPool(agent.sandbox)) is None
-    return {problem.key: problem.message for problem in attempts.problems}
+    assert load_tools(agent, collector, SandboxPool(agent.sandbox)) is None
+    return {problem.key: problem.message for problem in collector.problems}
 
 
 def test_servers_that_do_not_serve_are_named_before_the_start():

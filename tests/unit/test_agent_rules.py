@@ -13,8 +13,8 @@ from slimrl.config.functions import function_violations
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
-from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.environment import check_summary_request, load_subagents, load_summary_rule
+from slimrl.runtime.checks.problem_collector import ProblemCollector
 from slimrl.runtime.checks.tools import load_tools
 
 RECIPE = "recipes/tiny_moe/gspo_calculator.yaml"
@@ -69,8 +69,8 @@ def test_code_that_its_module_does_not_have_is_named_without_running_it():
 
 def test_the_code_of_a_recipe_is_loaded_with_its_sub_agents():
     agent = recipe_of(HELPER, "agent.subagents.helper.tools=[slimrl.agent.calculator:calculator]").agent
-    attempts = Attempts(LoadedRecipe(recipe=Recipe(), provenance={}, path="", command="train"))
-    shown = [schema["function"] for schema in load_tools(agent, attempts, POOL).schemas]
+    collector = ProblemCollector(LoadedRecipe(recipe=Recipe(), provenance={}, path="", command="train"))
+    shown = [schema["function"] for schema in load_tools(agent, collector, POOL).schemas]
     assert [schema["name"] for schema in shown] == ["calculator", "helper"]
     assert list(shown[1]["parameters"]["properties"]) == ["task"]
     assert load_subagents(agent, POOL)["helper"].schemas == [make_tool(calculator).schema]

@@ -18,8 +18,8 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Status
-from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.environment import load_environment, load_episode_loop, load_summary_rule
+from slimrl.runtime.checks.problem_collector import ProblemCollector
 from slimrl.runtime.checks.tools import load_tools
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ def test_its_rule_and_its_sub_agents_are_accepted(page):
     loaded = load_recipe("subagents.yaml", ["model.path=absent", compaction], "train")
     keys = {problem.key for problem in check_loaded(loaded) if not problem.warning}
     assert keys <= {"model.path", "data.train", "data.eval.heldout"}
-    tools = load_tools(loaded.recipe.agent, Attempts(loaded), POOL)
+    tools = load_tools(loaded.recipe.agent, ProblemCollector(loaded), POOL)
     assert [schema["function"]["name"] for schema in tools.schemas] == ["calculator", "solver"]
 
 

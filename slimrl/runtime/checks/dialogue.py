@@ -18,7 +18,7 @@ from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
-from slimrl.runtime.checks.attempts import Attempts
+from slimrl.runtime.checks.problem_collector import ProblemCollector
 from slimrl.runtime.checks.tools import load_tools
 
 
@@ -32,17 +32,17 @@ def load_dialogues(loaded: LoadedRecipe, sandbox: SandboxPool) -> tuple[Dialogue
         RecipeError: names the keys that do not fit the files.
     """
     recipe = loaded.recipe
-    attempts = Attempts(loaded)
-    chat = attempts.get("model.path", lambda: load_chat_format(loaded))
-    tools = load_tools(recipe.agent, attempts, sandbox)
+    collector = ProblemCollector(loaded)
+    chat = collector.get("model.path", lambda: load_chat_format(loaded))
+    tools = load_tools(recipe.agent, collector, sandbox)
     if chat is None or tools is None:
-        raise RecipeError(attempts.problems)
+        raise RecipeError(collector.problems)
     make_parser = partial(load_parser, recipe.agent.parser, Path(recipe.model.path), chat)
-    if attempts.get("agent.parser", lambda: make_parser(tools.schemas)) is None:
-        raise RecipeError(attempts.problems)
+    if collector.get("agent.parser", lambda: make_parser(tools.schemas)) is None:
+        raise RecipeError(collector.problems)
     dialogues = Dialogues(chat, make_parser, stop_at_call=recipe.rollout.stop_at_tool_call)
-    if attempts.get("agent.tools", lambda: dialogues.of(tools.schemas)) is None:
-        raise RecipeError(attempts.problems)
+    if collector.get("agent.tools", lambda: dialogues.of(tools.schemas)) is None:
+        raise RecipeError(collector.problems)
     if recipe.agent.uses_gateway:
         # Loads the parser, which takes seconds, before an agent waits. One whose model has no words for tools may have
         # none; others are told so.

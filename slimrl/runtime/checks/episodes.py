@@ -17,7 +17,6 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import Engine
 from slimrl.rollout.continued import continued
 from slimrl.rollout.turn_logs import TurnLogs
-from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.dialogue import load_dialogues
 from slimrl.runtime.checks.environment import (
     check_summary_request,
@@ -27,6 +26,7 @@ from slimrl.runtime.checks.environment import (
     load_subagents,
     load_summary_rule,
 )
+from slimrl.runtime.checks.problem_collector import ProblemCollector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,21 +80,23 @@ def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode
     Raises:
         RecipeError: all problems at once: import paths, tools, parser, the chat template.
     """
-    recipe, attempts = loaded.recipe, Attempts(loaded)
-    dialogues, tools = attempts.get("model.path", lambda: load_dialogues(loaded, sandbox)) or (None, ToolBox([]))
+    recipe, collector = loaded.recipe, ProblemCollector(loaded)
+    dialogues, tools = collector.get("model.path", lambda: load_dialogues(loaded, sandbox)) or (None, ToolBox([]))
     agent = recipe.agent
     values: dict[str, Any] = {
         "dialogues": dialogues,
         "tools": tools,
-        "environment": attempts.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
-        "episode_loop": attempts.get("agent.episode", lambda: load_episode_loop(agent.episode)),
-        "agent": attempts.get("agent.function", lambda: load_agent(agent)),
-        "summary_rule": attempts.get("agent.compaction.function", lambda: load_summary_rule(agent.compaction.function)),
-        "subagents": attempts.get("agent.subagents", lambda: load_subagents(agent, sandbox)),
+        "environment": collector.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
+        "episode_loop": collector.get("agent.episode", lambda: load_episode_loop(agent.episode)),
+        "agent": collector.get("agent.function", lambda: load_agent(agent)),
+        "summary_rule": collector.get(
+            "agent.compaction.function", lambda: load_summary_rule(agent.compaction.function)
+        ),
+        "subagents": collector.get("agent.subagents", lambda: load_subagents(agent, sandbox)),
     }
     if dialogues is not None:
         chat = dialogues.chat
-        attempts.get("agent.compaction", lambda: check_summary_request(agent.compaction, chat))
-    if attempts.problems:
-        raise RecipeError(attempts.problems)
+        collector.get("agent.compaction", lambda: check_summary_request(agent.compaction, chat))
+    if collector.problems:
+        raise RecipeError(collector.problems)
     return EpisodeCode(**values)

@@ -20,8 +20,8 @@ from slimrl.data.prompts import read_prompts
 from slimrl.data.rows import BrokenRows
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unjudged, refuse_unknown_names
-from slimrl.runtime.checks.attempts import Attempts
 from slimrl.runtime.checks.episodes import EpisodeCode, load_episode_code
+from slimrl.runtime.checks.problem_collector import ProblemCollector
 from slimrl.runtime.checks.sandbox import check_command_sandbox, check_sandbox
 
 GroupFilter = Callable[[list[Trajectory]], bool]
@@ -54,35 +54,35 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
             without room for an answer, a sandbox that does not run.
     """
     recipe = loaded.recipe
-    data, attempts = recipe.data, Attempts(loaded)
+    data, collector = recipe.data, ProblemCollector(loaded)
     sandbox = SandboxPool(recipe.agent.sandbox)
-    code = attempts.get("agent", lambda: load_episode_code(loaded, sandbox))
-    rewards = load_rewards(recipe.reward, attempts.get, Supplies({SandboxPool: sandbox}))
+    code = collector.get("agent", lambda: load_episode_code(loaded, sandbox))
+    rewards = load_rewards(recipe.reward, collector.get, Supplies({SandboxPool: sandbox}))
     values: dict[str, Any] = {
         "rewards": rewards,
-        "group_filters": attempts.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
+        "group_filters": collector.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "sandbox": sandbox,
         "train": {
-            name: attempts.get(data.train_key(name), partial(_read_training, name, Path(path), recipe, rewards))
+            name: collector.get(data.train_key(name), partial(_read_training, name, Path(path), recipe, rewards))
             for name, path in (data.train_files.items() if train else ())
         },
         "eval_sets": {
-            name: attempts.get(f"data.eval.{name}", partial(_read, Path(path), data.keys_of_eval, recipe, rewards))
+            name: collector.get(f"data.eval.{name}", partial(_read, Path(path), data.keys_of_eval, recipe, rewards))
             for name, path in (data.eval.items() if evaluate else ())
         },
     }
     if is_needed("algorithm", loaded.command):
-        attempts.get("algorithm.loss", lambda: load_loss(recipe.algorithm.loss))
+        collector.get("algorithm.loss", lambda: load_loss(recipe.algorithm.loss))
         if recipe.algorithm.advantage != AdvantageName.given:
-            attempts.get("algorithm.advantage", lambda: load_advantage(recipe.algorithm.advantage))
-    if here and not attempts.problems:
-        attempts.get("agent.sandbox.backend", lambda: check_sandbox(recipe))
-        attempts.get("agent.command_sandbox", lambda: check_command_sandbox(recipe.agent))
-    if attempts.problems:
-        raise RecipeError(attempts.problems)
-    task = _without_long_prompts(Task(**vars(code), **values), recipe, attempts)
-    if attempts.problems:
-        raise RecipeError(attempts.problems)
+            collector.get("algorithm.advantage", lambda: load_advantage(recipe.algorithm.advantage))
+    if here and not collector.problems:
+        collector.get("agent.sandbox.backend", lambda: check_sandbox(recipe))
+        collector.get("agent.command_sandbox", lambda: check_command_sandbox(recipe.agent))
+    if collector.problems:
+        raise RecipeError(collector.problems)
+    task = _without_long_prompts(Task(**vars(code), **values), recipe, collector)
+    if collector.problems:
+        raise RecipeError(collector.problems)
     return task
 
 
@@ -109,14 +109,14 @@ def _read_training(name: str, path: Path, recipe: Recipe, rewards: Rewards | Non
     return prompts if name == "train" else [replace(one, prompt_id=f"{name}/{one.prompt_id}") for one in prompts]
 
 
-def _without_long_prompts(task: Task, recipe: Recipe, attempts: Attempts) -> Task:
+def _without_long_prompts(task: Task, recipe: Recipe, collector: ProblemCollector) -> Task:
     """The task without prompts that are longer than `data.max_prompt_tokens`, and what was left out; adds problems."""
     notes, dialogue = [], task.dialogues.of(task.tools.schemas)
 
     def fitting(sets: dict[str, list[Prompt]], key_of: Callable[[str], str]) -> dict[str, list[Prompt]]:
         kept = {}
         for name, prompts in sets.items():
-            kept[name] = attempts.get(key_of(name), partial(_fitting, prompts, dialogue, recipe)) or []
+            kept[name] = collector.get(key_of(name), partial(_fitting, prompts, dialogue, recipe)) or []
             limit, count = recipe.data.max_prompt_tokens, len(prompts) - len(kept[name])
             if limit is not None:
                 notes.append(f"{key_of(name)}: left out {count} of {len(prompts)} prompts, longer than {limit} tokens")

@@ -9,22 +9,22 @@ from slimrl.agent.subagents import subagent_tool
 from slimrl.agent.tools import Tool, ToolBox, ToolsUnavailable, check_arguments, tools_of
 from slimrl.config.problems import suggestion
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.runtime.checks.attempts import Attempts
+from slimrl.runtime.checks.problem_collector import ProblemCollector
 
 
-def load_tools(agent: AgentConfig, attempts: Attempts, sandbox: SandboxPool) -> ToolBox | None:
+def load_tools(agent: AgentConfig, collector: ProblemCollector, sandbox: SandboxPool) -> ToolBox | None:
     """Resolve the functions, and start each server once to ask for its tools. None if something is wrong."""
-    functions = attempts.get("agent.tools", partial(_functions, agent))
+    functions = collector.get("agent.tools", partial(_functions, agent))
     if not agent.mcp:
-        return None if functions is None else attempts.get("agent.tools", lambda: ToolBox(functions, sandbox))
+        return None if functions is None else collector.get("agent.tools", lambda: ToolBox(functions, sandbox))
     # Not at the top: its package is an extra.
     from slimrl.agent.mcp.tool_box import McpToolBox
 
-    listed = {name: attempts.get(f"agent.mcp.{name}", partial(_listed, name, agent)) for name in agent.mcp}
+    listed = {name: collector.get(f"agent.mcp.{name}", partial(_listed, name, agent)) for name in agent.mcp}
     complete = {name: tools for name, tools in listed.items() if tools is not None}
     if functions is None or len(complete) < len(listed):
         return None
-    return attempts.get("agent.mcp", lambda: McpToolBox(functions, complete, agent, sandbox))
+    return collector.get("agent.mcp", lambda: McpToolBox(functions, complete, agent, sandbox))
 
 
 def _functions(agent: AgentConfig) -> list[Tool]:

@@ -8,8 +8,8 @@ from slimrl.config.problems import Problem, RecipeError
 from slimrl.data.rows import BrokenRows
 
 
-class Attempts:
-    """Steps of reading a recipe's files."""
+class ProblemCollector:
+    """Runs the steps of reading a recipe's files, and keeps the problems of those that fail."""
 
     def __init__(self, loaded: LoadedRecipe) -> None:
         self._loaded = loaded
