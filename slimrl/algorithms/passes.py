@@ -16,8 +16,8 @@ ROUTER_TERMS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_updat
 """Fields of megatron-core through which routers learn from all tokens of an update; each is off at 0."""
 
 
-def skips_silent(recipe: Recipe) -> bool:
-    """Whether the passes leave out trajectories of groups without a signal, whose advantages are all 0.
+def skips_zero_variance(recipe: Recipe) -> bool:
+    """Whether the passes leave out trajectories of zero-variance groups, whose advantages are all 0.
 
     They do where these add nothing to the gradients: where the loss is one of slimrl's, a token's advantage is its
     turn's or trajectory's, and nothing else is learned from every token.

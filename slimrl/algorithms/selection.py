@@ -6,8 +6,8 @@
 3. Then trajectories without sampled tokens are left out, and as configured those that were not completed and those
    that are neither among the best nor the worst of their group.
 
-Groups without a signal stay: they count in the means of an update, whether its passes need them or not
-(`slimrl/algorithms/passes.py`).
+Zero-variance groups, whose advantages are all 0, stay: they count in the means of an update, whether its passes need
+them or not (`slimrl/algorithms/passes.py`).
 
 Groups follow the group id, never position or count.
 """
@@ -43,26 +43,27 @@ class Selection:
     trajectories: list[Trajectory]
     advantages: np.ndarray
     """float32 [N]"""
-    silent: np.ndarray
-    """bool [N], those of groups without a signal: all advantages of the group are 0"""
+    zero_variance: np.ndarray
+    """bool [N], those of zero-variance groups: all advantages of the group are 0"""
     zero_variance_fraction: float
-    """Fraction without a signal among the groups that the filters keep"""
+    """Fraction of zero-variance groups among those that the filters keep"""
     turn_advantages: list[np.ndarray] | None = None
     """float32 [turns] of each trajectory; None if turns have the advantage of their trajectory."""
 
     @property
-    def has_signal(self) -> bool:
-        return not self.silent.all()
+    def is_useful(self) -> bool:
+        """Whether it has trajectories of another than a zero-variance group."""
+        return not self.zero_variance.all()
 
 
 def deal(selection: Selection, num_updates: int) -> list[list[int]]:
     """Indices of each update's trajectories; fewer updates if there are fewer groups.
 
-    Groups are dealt in turn, those with a signal first: each update has its share of both kinds.
+    Groups are dealt in turn, zero-variance groups last: each update has its share of both kinds.
     """
     groups = groups_of([t.group_id for t in selection.trajectories])
     updates: list[list[int]] = [[] for _ in range(min(num_updates, len(groups)))]
-    for number, members in enumerate(sorted(groups.values(), key=lambda own: bool(selection.silent[own].all()))):
+    for number, members in enumerate(sorted(groups.values(), key=lambda own: bool(selection.zero_variance[own].all()))):
         updates[number % len(updates)] += members
     return updates
 
@@ -98,7 +99,7 @@ def select(
         raise ValueError(f"rewards that are not finite: {', '.join(broken[:8])}")
     advantages = trajectory_advantages(scored, rewards, algorithm)
     by_turn = turn_advantages(scored, advantages, algorithm, weights) if algorithm.credit.by_turn else None
-    silent = _groups_without_signal(ids, rewards, advantages, by_turn, algorithm)
+    zero_variance = _zero_variance_ids(ids, rewards, advantages, by_turn, algorithm)
     chosen = [
         index
         for index, trajectory in enumerate(scored)
@@ -111,8 +112,10 @@ def select(
     return Selection(
         trajectories=[scored[i] for i in chosen],
         advantages=advantages[chosen],
-        silent=np.array([_compares(algorithm) and scored[i].group_id in silent for i in chosen], np.bool_),
-        zero_variance_fraction=len(silent) / len(usable) if usable else 0.0,
+        zero_variance=np.array(
+            [_compares(algorithm) and scored[i].group_id in zero_variance for i in chosen], np.bool_
+        ),
+        zero_variance_fraction=len(zero_variance) / len(usable) if usable else 0.0,
         turn_advantages=None if by_turn is None else [by_turn[i].astype(np.float32) for i in chosen],
     )
 
@@ -212,7 +215,7 @@ def zero_variance_groups(rewards_N: Sequence[float], group_ids_N: Sequence[str])
     }
 
 
-def _groups_without_signal(
+def _zero_variance_ids(
     ids: Sequence[str],
     rewards_N: Sequence[float],
     advantages_N: np.ndarray,

@@ -57,13 +57,13 @@ def mode_violations(recipe: Recipe) -> Iterator[Violation]:
         yield (
             "algorithm.dynamic_sampling.oversampling",
             f"{oversampling:g} is of the rollouts of a step, and rollout.{key} {value} has none: another group begins "
-            "as soon as one without a signal has ended. Use 1.",
+            "as soon as a zero-variance group has ended. Use 1.",
         )
     if recipe.algorithm.dynamic_sampling.refill is RefillMode.value:
         yield (
             "algorithm.dynamic_sampling.refill",
             f"value chooses prompts once for each step, not with rollout.{key} {value}. Use order, by which other "
-            "prompts take the place of groups without a signal.",
+            "prompts take the place of zero-variance groups.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules of credit over turns, the selection of trajectories, and the refill of groups without a signal."""
+"""Rules of credit over turns, the selection of trajectories, and the refill of zero-variance groups."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -85,13 +85,13 @@ def _refill_violations(recipe: Recipe) -> Iterator[Violation]:
     if not algorithm.skip_zero_variance and not recipe.has_critic:
         yield (
             "algorithm.dynamic_sampling.refill",
-            f"{refill.value} replaces groups without a signal, which algorithm.skip_zero_variance false keeps. Use "
+            f"{refill.value} replaces zero-variance groups, which algorithm.skip_zero_variance false keeps. Use "
             "true, or refill off.",
         )
     if algorithm.advantage == AdvantageName.none:
         yield (
             "algorithm.dynamic_sampling.refill",
-            f"{refill.value} replaces groups without a signal, and algorithm.advantage none gives none. Use off.",
+            f"{refill.value} replaces zero-variance groups, and algorithm.advantage none has none. Use off.",
         )
     if refill is RefillMode.value and recipe.data.weights:
         yield (

@@ -26,7 +26,7 @@ def critic_violations(recipe: Recipe) -> Iterator[Violation]:
     if algorithm.loss == LossName.gspo.value:
         yield "algorithm.loss", "gspo is of whole sequences, and with a critic advantages differ by token. Use ppo."
     if algorithm.dynamic_sampling.refill is not RefillMode.off:
-        message = "replaces groups without a signal, which a critic learns from too. Use off."
+        message = "replaces zero-variance groups, which a critic learns from too. Use off."
         yield "algorithm.dynamic_sampling.refill", f"{algorithm.dynamic_sampling.refill.value} {message}"
     if critic.warmup_steps >= recipe.steps:
         yield "critic.warmup_steps", f"{critic.warmup_steps} leave none of the {recipe.steps} steps to the policy."

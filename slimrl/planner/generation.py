@@ -15,7 +15,7 @@ from slimrl.planner.shape import Shape
 
 
 def sampled_prompts(recipe: Recipe) -> int:
-    """Prompts of a step's first rollout: more than it trains on, where prompts without a signal are replaced. The
+    """Prompts of a step's first rollout: more than it trains on, where those of zero-variance groups are replaced. The
     rollouts after it depend on the rewards."""
     rollout, sampling = recipe.rollout, recipe.algorithm.dynamic_sampling
     if sampling.refill is RefillMode.off or rollout.spans_steps:

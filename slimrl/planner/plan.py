@@ -238,7 +238,7 @@ def _notes(planned: OfflineRecipe, mean_tokens: int | None) -> list[str]:
         notes.append("FP8 training is planned with activations and peak of bf16, so memory and time are upper bounds")
     if not planned.sft and recipe.algorithm.dynamic_sampling.refill is not RefillMode.off:
         first = "" if recipe.rollout.spans_steps else f" after the first, of {sampled_prompts(recipe):,} prompts,"
-        notes.append(f"rollouts that replace prompts without a signal{first} are not planned")
+        notes.append(f"rollouts that replace zero-variance groups{first} are not planned")
     if recipe.trainer.lora.rank:
         notes.append("time and activations are planned as if all weights were trained, so both are upper bounds")
     if not planned.sft and recipe.shares_devices and not recipe.rollout.colocated:

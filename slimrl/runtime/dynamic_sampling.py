@@ -1,9 +1,9 @@
-"""The rollouts of one step: further prompts replace groups without a signal (docs/credit.md).
+"""The rollouts of one step: further prompts replace zero-variance groups (docs/credit.md).
 
 1. A rollout takes `oversampling` times as many prompts as groups are missing, at first `rollout.prompts_per_step`.
-2. A group has a signal if the selection keeps some of its trajectories, and their advantages are not all 0.
+2. A group is useful if the selection keeps some of its trajectories, and their advantages are not all 0.
 3. While groups are missing and `max_refills` is not reached, another rollout follows.
-4. The first `rollout.prompts_per_step` groups with a signal are kept, in the order of their prompts. Others are
+4. The first `rollout.prompts_per_step` useful groups are kept, in the order of their prompts. Others are
    dropped: in the next step they would be of an older policy.
 
 Nothing is kept for the next step but the position in the data and the results of prompts, both part of the run's state.
@@ -115,12 +115,12 @@ class StepSampler:
         return [others[i] for i in self._values.draw([prompt.prompt_id for prompt in others], count, seed)]
 
     def _useful_groups(self, trajectories: Sequence[Trajectory], step: int) -> list[str]:
-        """Groups with a signal, in order."""
+        """Ids of the useful groups, in order."""
         groups = groups_of([t.group_id for t in trajectories])
         return [
             group_id
             for group_id, members in groups.items()
-            if select([trajectories[i] for i in members], self._recipe.algorithm, self._keeps, step=step).has_signal
+            if select([trajectories[i] for i in members], self._recipe.algorithm, self._keeps, step=step).is_useful
         ]
 
 

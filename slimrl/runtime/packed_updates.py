@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slimrl.algorithms.passes import skips_silent
+from slimrl.algorithms.passes import skips_zero_variance
 from slimrl.algorithms.selection import Selection, deal
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch, pack_for
@@ -24,9 +24,9 @@ class Update:
 def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[Update]:
     """The optimizer updates of a rollout, without those whose gradient would be 0."""
     trajectories, by_turn, updates = selection.trajectories, selection.turn_advantages, []
-    skips = skips_silent(recipe)
+    skips = skips_zero_variance(recipe)
     for chosen in deal(selection, recipe.trainer.updates_per_rollout):
-        needed = [i for i in chosen if not (skips and selection.silent[i])]
+        needed = [i for i in chosen if not (skips and selection.zero_variance[i])]
         if not needed:
             continue
         batch = pack_for(

@@ -2,7 +2,7 @@
 
 1. Its groups run on the stage's event loop, which has a thread of its own. Admission (rollout/admission.py) says when
    one may begin; a free slot for a trajectory says when the engines have room for it.
-2. A group ends when all its trajectories are scored. One without a signal is left out where the recipe refills
+2. A group ends when all its trajectories are scored. A zero-variance group is left out where the recipe refills
    (docs/credit.md), at most `max_refills` times a batch's groups; one without a trajectory to train on always.
 3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
 4. `save` keeps the groups that wait, the ended trajectories of those that run, and the turns of their others, which a
@@ -177,7 +177,7 @@ class RolloutService:
         self._failed += [t for t in trajectories if t.status in bad]
         if all(t.status is Status.failed for t in trajectories):
             self._leave(group, "failed")
-        elif self._may_refill and not self._has_signal(group):
+        elif self._may_refill and not self._is_useful(group):
             self._leave(group, "filtered")
         else:
             self.admission.finish(group.number, self._lowest(trajectories))
@@ -195,15 +195,15 @@ class RolloutService:
 
     @property
     def _may_refill(self) -> bool:
-        """Whether another group may take the place of one without a signal; without a limit there might never be a
+        """Whether another group may take the place of a zero-variance group; without a limit there might never be a
         batch."""
         settings = self._recipe.algorithm.dynamic_sampling
         replaced = self.admission.counts["filtered"] - self._counted["filtered"]
         return settings.refill is not RefillMode.off and replaced < settings.max_refills * self.admission.batch
 
-    def _has_signal(self, group: Group) -> bool:
+    def _is_useful(self, group: Group) -> bool:
         step = self.admission.version + 1
-        return select(group.trajectories, self._recipe.algorithm, self._keeps, step=step).has_signal
+        return select(group.trajectories, self._recipe.algorithm, self._keeps, step=step).is_useful
 
     def _updates_of(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
         """int64 [sampled tokens], how many updates had made the weights that sampled each."""

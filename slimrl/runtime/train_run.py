@@ -105,7 +105,7 @@ class TrainRun(Run):
             self.progress.say("the groups that the run had begun beside its steps are left out: rollout.mode is sync")
 
     def rollout(self, step: Step) -> list[Trajectory]:
-        """Scored trajectories of the next prompts, and of those that replace prompts without a signal.
+        """Scored trajectories of the next prompts, and of those that replace zero-variance groups.
 
         Raises:
             RunError: too many trajectories failed.
@@ -299,7 +299,9 @@ class TrainRun(Run):
     def _end(self, step: Step) -> None:
         """Write the step's metrics, or keep them until its evaluation if it has one."""
         if step.number > max(0, self.recipe.critic.warmup_steps) and "policy/loss" not in step.metrics:
-            self.progress.say(f"step {step.number}: the policy learned nothing, since no group had a signal")
+            self.progress.say(
+                f"step {step.number}: the policy learned nothing, since all groups have zero variance or are left out"
+            )
         if self._has_evaluation(step.number):
             self.state.unwritten = step.metrics
         else:

@@ -168,7 +168,7 @@ def test_each_token_passes_through_the_driver_once(tmp_path: Path):
     sent, received = (many["bytes"][way] - few["bytes"][way] for way in ("sent", "received"))
     # Of each token its id, the next one, position, trajectory, version and the engine's log-prob, four bytes each, and
     # two masks, to four data-parallel ranks of four; back come the trainer's log-probs of the sampled ones. Groups
-    # without a signal are left out, and padding is added.
+    # of zero variance are left out, and padding is added.
     assert sent / (many["tokens"] - few["tokens"]) == pytest.approx(26, rel=0.04)
     assert received / (many["sampled_tokens"] - few["sampled_tokens"]) == pytest.approx(4, rel=0.04)
 

@@ -1,4 +1,4 @@
-"""Runs whose steps replace groups without a signal: what they record, and that a killed one continues exactly."""
+"""Runs whose steps replace zero-variance groups: what they record, and that a killed one continues exactly."""
 
 import json
 import signal

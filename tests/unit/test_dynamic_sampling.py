@@ -69,7 +69,7 @@ def test_off_asks_once_and_keeps_everything():
     assert (len(batch.kept), batch.metrics) == (6, {})
 
 
-def test_groups_without_a_signal_are_replaced_by_the_next_prompts_until_enough_have_one():
+def test_zero_variance_groups_are_replaced_by_the_next_prompts_until_enough_are_useful():
     stage = Stage(["p1", "p4", "p6", "p7"])
     sampler = sampler_of(stage, refill=RefillMode.order)
     batch = sampler.rollout(5)

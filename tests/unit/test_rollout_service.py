@@ -265,7 +265,7 @@ def test_the_age_is_that_of_the_oldest_token(tmp_path):
     assert (metrics["async/age_mean"], metrics["async/current_token_fraction"]) == (1.0, 0.0)
 
 
-def test_groups_without_a_signal_are_replaced_where_the_recipe_refills(tmp_path):
+def test_zero_variance_groups_are_replaced_where_the_recipe_refills(tmp_path):
     stage = Stage()
     stage.reward = lambda trajectory_id: float(trajectory_id[-1]) if int(trajectory_id[6:14]) % 2 else 1.0
     recipe = recipe_of()
@@ -333,7 +333,7 @@ def test_of_few_that_ended_since_the_last_batch_as_many_may_fail_as_of_a_batch(t
     assert (len(batch.kept), batch.metrics["async/failed_groups"]) == (BATCH * SAMPLES, 1)
 
 
-def test_groups_without_a_signal_are_replaced_so_often_and_then_a_part_of_the_batch(tmp_path):
+def test_zero_variance_groups_are_replaced_so_often_and_then_a_part_of_the_batch(tmp_path):
     stage = Stage()
     stage.reward = lambda trajectory_id: 1.0
     recipe = recipe_of()

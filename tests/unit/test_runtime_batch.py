@@ -93,7 +93,7 @@ def test_failed_trajectories_and_what_filters_refuse_are_left_out_and_equal_grou
     assert [t.trajectory_id for t in chosen.trajectories] == [
         *(f"mixed/{i}" for i in range(3)), *(f"equal/{i}" for i in range(3)),
     ]  # fmt: skip
-    assert chosen.silent.tolist() == [False] * 3 + [True] * 3
+    assert chosen.zero_variance.tolist() == [False] * 3 + [True] * 3
     assert chosen.zero_variance_fraction == 0.5
     std = math.sqrt(1 / 3) + 1e-6
     assert chosen.advantages == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std, 0, 0, 0])

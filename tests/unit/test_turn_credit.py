@@ -132,11 +132,11 @@ def test_gigpo_adds_the_advantage_among_turns_from_the_same_state_of_the_group()
     assert got["b/0"] == pytest.approx([standardised([1.0, 0.0], 1.0)], rel=1e-6)
 
 
-def test_equal_outcomes_teach_if_turns_differ_and_have_no_signal_if_they_do_not():
+def test_equal_outcomes_teach_if_turns_differ_and_have_zero_variance_if_they_do_not():
     differ = [trajectory("a", "0", 1.0, [1.0, 0.0]), trajectory("a", "1", 1.0, [0.0, 1.0])]
     same = [trajectory("b", str(i), 1.0, [0.1, 0.2]) for i in range(3)]
     chosen = select([*differ, *same], settings("turn", "dr_grpo"), lambda group: True, step=1)
-    assert chosen.silent.tolist() == [False, False, True, True, True]
+    assert chosen.zero_variance.tolist() == [False, False, True, True, True]
     assert chosen.zero_variance_fraction == 0.5
     assert [own.tolist() for own in chosen.turn_advantages[:2]] == [[0.0, -0.5], [0.0, 0.5]]
     assert np.concatenate(chosen.turn_advantages[2:]) == pytest.approx(np.zeros(6), abs=1e-9)
@@ -167,12 +167,12 @@ def test_turns_beyond_the_weights_have_the_last_one():
 
 def test_advantages_that_the_task_gives_are_used_as_they_are_in_groups_of_any_size():
     alone = trajectory("a", "0", 1.0, [0, 0], advantage=0.25, turn_advantages=[2.0, -1.0])
-    silent = trajectory("b", "0", 1.0, [0], advantage=0.0, turn_advantages=[0.0])
-    chosen = select([alone, silent], settings("trajectory", "given"), lambda group: True, step=1)
-    assert (chosen.advantages.tolist(), chosen.silent.tolist()) == ([0.25, 0.0], [False, True])
+    useless = trajectory("b", "0", 1.0, [0], advantage=0.0, turn_advantages=[0.0])
+    chosen = select([alone, useless], settings("trajectory", "given"), lambda group: True, step=1)
+    assert (chosen.advantages.tolist(), chosen.zero_variance.tolist()) == ([0.25, 0.0], [False, True])
     assert chosen.turn_advantages is None
     assert chosen.zero_variance_fraction == 0.5
-    assert by_turn([alone, silent], settings("turn", "given")) == {"a/0": [2.0, -1.0], "b/0": [0.0]}
+    assert by_turn([alone, useless], settings("turn", "given")) == {"a/0": [2.0, -1.0], "b/0": [0.0]}
     with pytest.raises(ValueError, match="a/9 has no advantage"):
         select([trajectory("a", "9", 1.0, [0])], settings("trajectory", "given"), lambda group: True, step=1)
     with pytest.raises(ValueError, match="a/9 has no turn_advantages"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slimrl.algorithms.objective import denominator, policy_objective
-from slimrl.algorithms.passes import skips_silent
+from slimrl.algorithms.passes import skips_zero_variance
 from slimrl.algorithms.policy_tokens import LossBatch
 from slimrl.algorithms.selection import select
 from slimrl.config.algorithms import SETTINGS
@@ -175,8 +175,8 @@ def test_groups_of_equal_rewards_keep_their_kl_and_their_entropy_bonus(aggregati
             assert gradients(update, settings, entropy_coef) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-def test_an_update_has_its_share_of_all_groups_and_one_without_a_signal_is_left_out():
-    """Two of eight groups have a signal, for four updates of two groups each."""
+def test_an_update_has_its_share_of_all_groups_and_one_of_zero_variance_is_left_out():
+    """Six of eight groups have zero variance, for four updates of two groups each."""
     batch = batch_of(1, num_solved=6, num_mixed=2)
     made = updates_of(batch, recipe(4))
     assert [update.num_trajectories for update in made] == [2 * SAMPLES] * 2
@@ -258,4 +258,4 @@ def test_passes_leave_out_only_what_adds_nothing_to_a_gradient(change, skips):
         for step in path:
             part = getattr(part, step)
         setattr(part, name, value)
-    assert skips_silent(made) == skips
+    assert skips_zero_variance(made) == skips

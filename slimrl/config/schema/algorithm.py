@@ -43,7 +43,7 @@ class AlgorithmName(str, Enum):
     gmpo = "gmpo"
     """The geometric mean of clipped token ratios (arXiv:2507.20673)."""
     vspo = "vspo"
-    """GRPO with prompts drawn by value in place of groups without a signal (after arXiv:2512.07478; docs/credit.md)."""
+    """GRPO with prompts drawn by value in place of zero-variance groups (after arXiv:2512.07478; docs/credit.md)."""
     rejection_sampling = "rejection_sampling"
     """Supervised training on the best trajectory of each group."""
     distillation = "distillation"

@@ -27,10 +27,10 @@ class SelectionMode(str, Enum):
 
 
 class RefillMode(str, Enum):
-    """Prompts that replace groups without a signal (dynamic sampling, arXiv:2503.14476)."""
+    """Prompts that replace zero-variance groups (dynamic sampling, arXiv:2503.14476)."""
 
     off = "off"
-    """None: a step has as many prompts as `rollout.prompts_per_step`, with or without a signal."""
+    """None: a step has `rollout.prompts_per_step` prompts, also where groups have zero variance."""
     order = "order"
     """The next ones in the order of the training data."""
     value = "value"
@@ -73,7 +73,7 @@ class SelectionConfig:
 @dataclass(kw_only=True)
 class DynamicSamplingConfig:
     refill: RefillMode = RefillMode.off
-    """Prompts that replace groups without a signal."""
+    """Prompts that replace zero-variance groups."""
     max_refills: int = 4
     """Most further rollouts of a step."""
     oversampling: float = 1.0

@@ -83,7 +83,7 @@ class RolloutConfig:
     oversample: float = 1.0
     """With `sync`, groups that a step begins with, as a multiple of `prompts_per_step`: it ends when that many groups
     have, and the others go on in the next step, with the tokens that they have. They may be `max_staleness` updates
-    old. `algorithm.dynamic_sampling.oversampling` is another thing: it replaces groups without a signal."""
+    old. `algorithm.dynamic_sampling.oversampling` is another thing: it replaces zero-variance groups."""
     prompts_per_step: int = 32
     """Groups (prompts) per step."""
     samples_per_prompt: int = 8
