@@ -33,7 +33,7 @@ from slimrl.data.engine import (
 from slimrl.rollout.engine_choice import EngineChoice
 
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
-"""Before each further attempt of a request that failed, where no engine is there that has not."""
+"""Before each further attempt of a failed request, where every available engine has failed it."""
 AVOID_S = 10.0
 """For which an engine is avoided."""
 EVALUATION = "eval_"
@@ -241,7 +241,7 @@ class RoutedEngines(Engine):
                 await self._changed.wait()
         except TimeoutError as error:
             raise EngineError(
-                f"session {request.session_id}: no engine was there within {request.timeout_s:g} s"
+                f"session {request.session_id}: no engine became available within {request.timeout_s:g} s"
             ) from error
 
     def _avoid(self, url: str) -> bool:

@@ -75,7 +75,7 @@ async def test_what_runs_on_an_engine_that_left_is_aborted_there_and_goes_on_els
 async def test_without_an_engine_requests_wait_for_one_until_their_deadline(engines, servers):
     engines.use([])
     waiting = asyncio.create_task(engines.generate(ask()))
-    with pytest.raises(EngineError, match=r"session late: no engine was there within 0\.1 s"):
+    with pytest.raises(EngineError, match=r"session late: no engine became available within 0\.1 s"):
         await engines.generate(ask("late", timeout_s=0.1))
     assert not waiting.done()
     threading.Timer(0.05, engines.use, [[servers[1].url]]).start()
@@ -232,7 +232,7 @@ async def test_evaluations_go_to_the_engines_that_are_set_aside_and_to_no_others
     tokens = [result.tokens[0] for result in await asyncio.gather(*asked)]
     assert tokens == [servers[1].token, servers[0].token] * 4
     engines.use([servers[0].url], [])
-    with pytest.raises(EngineError, match="no engine was there"):
+    with pytest.raises(EngineError, match="no engine became available"):
         await engines.generate(ask("eval_9/0", timeout_s=0.2))
     engines.use([servers[0].url])
     assert (await engines.generate(ask("eval_9/0"))).tokens == [servers[0].token]
@@ -254,7 +254,7 @@ async def test_scores_move_on_from_an_engine_that_leaves_and_wait_where_none_is_
         assert (await asked).tolist() == [-6.0, -7.0]
     engines.use([])
     waiting = asyncio.create_task(engines.score(request))
-    with pytest.raises(EngineError, match=r"session score/0: no engine was there within 0\.1 s"):
+    with pytest.raises(EngineError, match=r"session score/0: no engine became available within 0\.1 s"):
         await engines.score(replace(request, timeout_s=0.1))
     assert not waiting.done()
     # One that has ended and was not missed yet, which is then replaced.

@@ -36,7 +36,7 @@ def canonical(messages: Sequence[Message]) -> list[Message]:
     if not messages:
         raise refused("there are no messages")
     if messages[-1]["role"] == "assistant":
-        raise refused("the last message is the assistant's; the policy does not go on with given words")
+        raise refused("the last message is the assistant's; assistant prefill is not supported")
     ordered: list[Message] = []
     place, num_calls = 0, 0
     while place < len(messages):
