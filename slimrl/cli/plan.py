@@ -43,7 +43,7 @@ def plan(
     top: Annotated[int, typer.Option(help="With --suggest: layouts to show.")] = 8,
     to_json: ToJson = False,
 ) -> None:
-    """Estimate parameters, memory, time and resync of a recipe on a cluster, which need not exist; by default of H100.
+    """Estimate parameters, memory, time and resync of a recipe on a hypothetical cluster, by default of H100.
 
     The exit code is 1 if nothing fits.
     """

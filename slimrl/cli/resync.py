@@ -33,7 +33,7 @@ def estimate(
     ] = Machine.disk_read_total_gb_per_s,
     to_json: ToJson = False,
 ) -> None:
-    """Estimate bytes by link and seconds of a resync on a cluster, which need not exist; by default nodes of 8 H100."""
+    """Estimate bytes by link and seconds of a resync on a hypothetical cluster, by default nodes of 8 H100."""
     from slimrl.observability.logs import quiet_megatron
 
     quiet_megatron()

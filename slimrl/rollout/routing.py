@@ -33,7 +33,7 @@ from slimrl.data.engine import (
 from slimrl.rollout.engine_choice import EngineChoice
 
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
-"""Before each further attempt of a failed request, where every available engine has failed it."""
+"""Delays before the further attempts of a request that every available engine has failed."""
 AVOID_S = 10.0
 """For which an engine is avoided."""
 EVALUATION = "eval_"

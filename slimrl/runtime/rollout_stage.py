@@ -207,8 +207,8 @@ class RolloutStage:
         """Its result, beside these groups.
 
         Args:
-            check: called at first and every second in this thread, so that an engine which is judged does not hold up
-                the groups; an exception that it raises ends the coroutine.
+            check: called at first and every second in this thread, so that a health check does not block rollouts; an
+                exception that it raises ends the coroutine.
         """
         work = self.submit(coroutine)
         try:

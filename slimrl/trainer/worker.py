@@ -52,7 +52,7 @@ class TrainerWorker(RankBatches):
         """
         Args:
             model_path: Hugging Face checkpoint folder; the model is built from its config.json.
-            total_updates: when learning-rate schedules end.
+            total_updates: length of the learning-rate schedules, in optimizer updates.
             deterministic: the same results from the same seed.
             routing_replay: experts that the updates take.
             critic: the model has values in place of logits.

@@ -1,4 +1,4 @@
-"""Attempts to be paid without being right: a table of them for each ready-made reward.
+"""Attempts to earn a reward without a correct answer: a table of them for each ready-made reward.
 
 Those of code are in tests/integration/cheating_programs.py, those of judges and servers in test_http_rewards.py there.
 """
