@@ -64,7 +64,7 @@ _applied: list[str] = []
 
 
 def patches(*, cuda: bool, transformer_engine: bool) -> tuple[Patch, ...]:
-    """Those for a machine with or without a GPU, and with or without Transformer Engine."""
+    """The patches for a machine with or without a GPU, and with or without Transformer Engine."""
     engine = WITH_TRANSFORMER_ENGINE if transformer_engine else WITHOUT_TRANSFORMER_ENGINE
     return ANY_DEVICE + engine + (() if cuda else CPU_ONLY)
 

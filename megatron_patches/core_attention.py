@@ -23,9 +23,9 @@ from torch import Tensor
 from megatron_patches.zigzag import zigzag_indices
 
 _LENGTH_STEP = 32
-"""Tokens; sequences are padded to a multiple of it."""
+"""Number of tokens to whose multiple sequences are padded."""
 _LONGEST_PADDED = 512
-"""Tokens; beyond, a call of its own costs a sequence less than padding."""
+"""Longest sequence in tokens that is padded; a longer one costs less as a call of its own."""
 
 
 class CoreAttention(MegatronModule):

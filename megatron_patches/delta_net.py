@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class DeltaNet(GatedDeltaNet):
-    """As published models have it.
+    """A gated delta net as published models have it.
 
     1. The norm of the result is not zero-centred, though the model's other norms may be.
     2. The decay is computed in float32 from its bfloat16 parameter, as SGLang and transformers do.
@@ -43,7 +43,8 @@ def with_delta_nets(layers: list[ModuleSpec], config: Any, backend: BackendSpecP
 
 
 def _delta_net_layer(layer: ModuleSpec, backend: BackendSpecProvider) -> ModuleSpec:
-    """The input norm keeps the key in checkpoints that Transformer Engine's fused layer gives it."""
+    """The spec of a layer with a delta net. The input norm keeps the key in checkpoints that Transformer Engine's fused
+    layer gives it."""
     fused: Any = backend.column_parallel_layer_norm_linear()
     norm: Any = backend.layer_norm(rms_norm=True, for_qk=False)
     attention = ModuleSpec(

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Number of tokens of a chunk."""
 
 
 def chunk_gated_delta_rule(
@@ -66,13 +66,13 @@ def causal_conv1d(
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Vectors of length 1 along the last dimension."""
+    """The vectors scaled to length 1 along the last dimension."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _by_sequence(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *inputs: Tensor) -> Tensor:
-    """The function of each packed sequence, one after the other along dimension 1."""
+    """Apply the function to each packed sequence, one after the other along dimension 1."""
     if cu_seqlens is None:
         return function(*inputs)
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
@@ -83,7 +83,7 @@ def _by_sequence(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *in
 
 
 def _delta_rule(*inputs: Tensor) -> Tensor:
-    """float32 [B, T, H, V] of whole sequences."""
+    """The gated delta rule's output for whole sequences, float32 [B, T, H, V]."""
     q_BHTK, k_BHTK, v_BHTV, g_BHT, beta_BHT = (x.float().transpose(1, 2) for x in inputs)
     q_BHTK = q_BHTK * q_BHTK.shape[-1] ** -0.5
     state_BHKV = k_BHTK.new_zeros(*k_BHTK.shape[:2], k_BHTK.shape[-1], v_BHTV.shape[-1])

@@ -14,9 +14,9 @@ from slimrl.chat.thinking import split_thinking
 @dataclass(frozen=True, kw_only=True)
 class AssistantTurn:
     text: str
-    """Without thinking and calls; the whole answer, without blanks around it, if a call is malformed"""
+    """Text without thinking and calls; the whole answer, without blanks around it, if a call is malformed"""
     reasoning: str | None
-    """Its thinking, if there is any"""
+    """Thinking of the turn, if there is any"""
     calls: tuple[ToolCall | MalformedCall, ...]
     can_be_answered: bool
     """Whether it ended with a token after which the conversation may go on"""
@@ -27,7 +27,7 @@ class AssistantTurn:
 
     @property
     def message(self) -> Message:
-        """As chat templates take it, without calls if one of them is malformed."""
+        """The turn as a message for chat templates, without calls if one of them is malformed."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

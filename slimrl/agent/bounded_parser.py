@@ -41,7 +41,7 @@ class BoundedParser:
                 self._parser.parse("".join(getattr(self._parser, "all_markers", ())) or "words")
 
     def parse(self, text: str) -> ParsedTurn:
-        """Without a limit, for texts of our own."""
+        """The calls in a text of our own, parsed without a time limit."""
         return self._parser.parse(text)
 
     def _cannot_call(self, text: str) -> bool:
@@ -65,7 +65,7 @@ class BoundedParser:
 
 
 class _Processes:
-    """Forked when needed; may be used from many threads."""
+    """The pool of parser processes, forked when needed; may be used from many threads."""
 
     def __init__(self) -> None:
         # Last in, first out: a process that runs is used before another one is forked.
@@ -74,7 +74,7 @@ class _Processes:
             self._slots.put(None)
         self._forking = threading.Lock()
         self._slow: set[str] = set()
-        """Parsers of which a turn took too long"""
+        """Names of the parsers of which a turn took too long"""
 
     def parse(self, name: str, schemas: str, text: str, given_up: threading.Event) -> ParsedTurn:
         """See `BoundedParser.read`. A turn that is given up before a process is free for it is not parsed."""

@@ -1,7 +1,7 @@
 """Compaction of a context that has become long (`agent.compaction`).
 
-1. What the policy is told after a turn would bring its context to `at_tokens`.
-2. It is asked for a summary before its next turn, or a rule writes one.
+1. The messages after a turn would bring the context to `at_tokens`.
+2. The policy is asked for a summary before its next turn, or a rule writes one.
 3. A new segment begins: the first messages with the summary at their end, then the newest turns and what they led to.
 """
 
@@ -14,7 +14,7 @@ from slimrl.agent.environment import EnvironmentFailure, Message
 from slimrl.data.threads import in_thread, reportable
 
 SummaryRule = Callable[[list[Message]], str | Awaitable[str]]
-"""The summary of a context's messages."""
+"""Function that gives the summary of a context's messages."""
 
 
 def compacted(messages: Sequence[Message], num_first: int, summary: str, keep_turns: int) -> list[Message]:

@@ -1,9 +1,9 @@
-"""The policy's side of an episode: what it is told and what it says, tokens in, tokens out.
+"""The policy's side of an episode: its context and the turns that it samples, tokens in, tokens out.
 
 1. The chat template renders the first messages once, tools included.
 2. The engine continues the tokens until the end of the turn or the end of a tool call.
 3. The turn is split into thinking and answer; calls are only looked for in the answer.
-4. What the policy is told next is appended as tokens that the loss masks. Where `agent.history` lets the template
+4. The environment's messages are appended as tokens that the loss masks. Where `agent.history` lets the template
    rewrite what the policy said, and where the context is compacted (compaction.py), a new segment begins. A summary
    that the policy writes is the beginning of its next turn.
 """
@@ -31,7 +31,7 @@ from slimrl.profiling.spans import SPANS
 
 
 class Conversation:
-    """One conversation, which grows.
+    """One conversation of the policy with its environment, which grows turn by turn.
 
     Args:
         session_id: of the engine's requests.
@@ -60,17 +60,17 @@ class Conversation:
         self._requests = TurnRequests(rollout=rollout, sampling=sampling, session_id=session_id, seed=seed)
         self.messages = list(messages)
         self.num_prompt_messages = len(messages)
-        """Those before the first turn"""
+        """Number of messages before the first turn"""
         context = dialogue.chat.prompt(self.messages, dialogue.schemas, whole=True)
         self.transcript = Transcript(context.tokens)
         self._in_thinking = context.opens_thinking
         """Whether the context of the next turn ends within thinking."""
         self._turn_tokens: list[int] = []
-        """What the policy has sampled of a turn that goes on."""
+        """Tokens that the policy has sampled of a turn that goes on."""
         self._finished: list[Segment] = []
         self._summary_rule = summary_rule
         self._shown = list(messages)
-        """The messages of the context"""
+        """The messages of the present context"""
         self._summary_is_due = self._turn_has_summary = False
         self.num_compactions = 0
         self.num_calls = 0
@@ -79,12 +79,12 @@ class Conversation:
         self.num_cached_tokens = 0
         self.num_retries = 0
         self.engine_counts = Counter[str]()
-        """Sums of `GenerateResult.counts`"""
+        """Sums of `GenerateResult.counts` over the conversation's requests"""
         self.num_subagents = self._subagent_turns = self._subagent_tokens = 0
 
     @property
     def segments(self) -> list[Segment]:
-        """All tokens so far."""
+        """The segments of the conversation, with all tokens so far."""
         return [*self._finished, self.transcript.segment()]
 
     async def sample_turn(self) -> Turn | Status:

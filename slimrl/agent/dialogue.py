@@ -13,20 +13,20 @@ MakeParser = Callable[[Sequence[dict[str, Any]]], Parser]
 """The parser of the model's calls to tools with these schemas."""
 
 MOST_KEPT = 1000
-"""Dialogues of a process: agents may bring other tools for each trajectory."""
+"""Largest number of dialogues that a process keeps: agents may bring other tools for each trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
     chat: ChatFormat
     schemas: Sequence[dict[str, Any]]
-    """Of the tools"""
+    """JSON schemas of the tools"""
     parser: Parser
     stop_token_ids: tuple[int, ...]
-    """The engine stops at these."""
+    """Tokens at which the engine stops."""
     call_ends: frozenset[int]
-    """A turn with calls can be answered after these, one of words alone after `chat.answer_ends`; the other tokens end
-    the whole text."""
+    """Tokens after which a turn with calls can be answered; one of words alone can be after `chat.answer_ends`; the
+    other stop tokens end the whole text."""
 
 
 class Dialogues:
@@ -42,7 +42,7 @@ class Dialogues:
         self._lock = threading.Lock()
 
     def of(self, schemas: Sequence[dict[str, Any]]) -> Dialogue:
-        """May be called from several threads.
+        """The dialogue with these tools; may be called from several threads.
 
         Args:
             schemas: of the tools.

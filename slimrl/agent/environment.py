@@ -1,7 +1,7 @@
 """What an episode does in: an environment, of which each trajectory has an instance of its own.
 
-1. `start` says what the policy is told first, and which tools it is shown.
-2. `step` takes each turn of the policy and says what it is told next, or that the episode is over.
+1. `start` gives the policy's first messages, and the tools that it is shown.
+2. `step` takes each turn of the policy and gives the messages after it, or says that the episode is over.
 3. `close` frees what the instance holds. It is called once, however the episode ended, and also after a start that
    failed.
 """
@@ -14,7 +14,7 @@ from slimrl.agent.parsers import MalformedCall, ToolCall
 from slimrl.data.trajectory import Prompt
 
 Message = dict[str, Any]
-"""As chat templates take them: `role`, `content`, and of a tool's result `name` and `tool_call_id`"""
+"""A message as chat templates take it: `role`, `content`, and of a tool's result `name` and `tool_call_id`"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,37 +22,38 @@ class Turn:
     """One turn of the policy."""
 
     index: int
-    """0-based, in the trajectory"""
+    """Number of the turn in the trajectory, from 0"""
     text: str
-    """Without thinking and calls; the whole answer if a call is malformed"""
+    """Text of the turn without thinking and calls; the whole answer if a call is malformed"""
     reasoning: str | None = None
-    """Its thinking, if there is any"""
+    """Thinking of the turn, if there is any"""
     calls: tuple[ToolCall | MalformedCall, ...] = ()
     finish_reason: Literal["stop", "end"] = "stop"
     """`stop`: it can be answered. `end`: the policy ended the whole text, so the episode is over in any case."""
     is_last: bool = False
-    """No turn is left after it."""
+    """Whether no turn is left after this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What an environment answers."""
+    """An environment's answer to a turn, or the start of an episode."""
 
     messages: Sequence[Message] = ()
-    """What the policy is told: of roles `tool` (`answers` makes them) and `user`, after the start also `system`. Not
+    """Messages for the policy: of roles `tool` (`answers` makes them) and `user`, after the start also `system`. Not
     needed if the episode is over."""
     tools: Sequence[dict[str, Any]] | None = None
     """JSON schemas of the tools that the policy is shown; read at the start alone. None for no tools."""
     reward: float | None = None
-    """Of this turn"""
+    """Reward of the turn that is answered"""
     done: bool = False
-    """The episode is completed."""
+    """Whether the episode is completed."""
     truncated: bool = False
-    """The episode is over without being completed."""
+    """Whether the episode is over without being completed."""
     state_id: str | None = None
-    """Equal texts for equal states, which GiGPO compares (`algorithm.credit.name: gigpo`)"""
+    """Text that is equal for equal states, which GiGPO compares (`algorithm.credit.name: gigpo`)"""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Become `env/<name>`; a later value of a name replaces an earlier one of the trajectory."""
+    """Figures that become the metrics `env/<name>`; a later value of a name replaces an earlier one of the
+    trajectory."""
     tool_errors: Sequence[str] = ()
     """Names of the tools whose calls in the turn were answered with an error, one for each such call"""
 
@@ -72,7 +73,7 @@ class Environment(Protocol):
 
 
 UNKNOWN_TOOL = "unknown"
-"""Name of a call that names no tool"""
+"""Name under which a call is counted that names no tool"""
 
 MakeEnvironment = Callable[[], Environment]
 

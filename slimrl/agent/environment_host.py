@@ -30,18 +30,18 @@ class EnvironmentReport:
 
     start_retries: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Of each step; empty if it gave none"""
+    """Reward of each step; empty if the environment gave none"""
     states: list[str] = field(default_factory=list)
-    """Before each turn; empty if one of them is unknown"""
+    """State id before each turn; empty if one of them is unknown"""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """What is not empty."""
+        """The fields that are not empty."""
         return {name: value for name, value in vars(self).items() if value}
 
 
 class EnvironmentHost:
-    """The environment of one trajectory."""
+    """The environment of one trajectory, called within deadlines."""
 
     def __init__(self, make: MakeEnvironment, agent: AgentConfig) -> None:
         self._make, self._agent = make, agent

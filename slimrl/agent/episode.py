@@ -128,19 +128,19 @@ class EpisodeRunner:
     summary_rule: SummaryRule | None = None
     """Writes the summaries of compaction; None for the policy"""
     subagents: Mapping[str, ToolBox] = field(default_factory=dict)
-    """Tools of each sub-agent, by its name"""
+    """Tools of each sub-agent, by the sub-agent's name"""
     parallel_subagents: bool = True
-    """Those that a turn calls run at the same time, otherwise one after the other: an engine whose batches are
-    deterministic takes one request at a time of a trajectory."""
+    """Whether sub-agents that one turn calls run at the same time, otherwise one after the other: an engine whose
+    batches are deterministic takes one request at a time of a trajectory."""
     tools: ToolBox = field(default_factory=lambda: ToolBox([]))
-    """Those of the environment, if it is the tools"""
+    """The tools of the environment, if the environment consists of tools"""
 
     async def start(self) -> None:
-        """Called once, before the first episode; raises ToolsUnavailable."""
+        """Open what the tools need; called once, before the first episode; raises ToolsUnavailable."""
         await asyncio.to_thread(self.tools.open)
 
     async def stop(self) -> None:
-        """Called once, after the last episode."""
+        """Close the tools; called once, after the last episode."""
         await asyncio.to_thread(self.tools.close)
 
     async def run(
@@ -152,7 +152,7 @@ class EpisodeRunner:
         seed: int | None,
         scratch: dict[str, Any] | None = None,
     ) -> Trajectory:
-        """One trajectory, not yet scored.
+        """Run the episode of one trajectory, which is not yet scored.
 
         Args:
             trajectory_id: unique in the run; also the engine's session id.
@@ -293,4 +293,4 @@ COUNTS = (
     "num_turns", "num_tool_calls", "num_tool_errors", "num_malformed_calls", "num_cached_tokens", "num_retries",
     "num_prompt_messages",
 )  # fmt: skip
-"""Of each trajectory, in its metadata"""
+"""Names of the counts in each trajectory's metadata"""

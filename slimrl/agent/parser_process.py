@@ -30,7 +30,7 @@ CPU_LIMIT_S = 2
 DEADLINE_S = 60.0
 """Wall clock for an answer: only a process that got stuck, or a machine that is overloaded, reaches it."""
 END_S = 10.0
-"""How long a killed process may take to end"""
+"""Seconds that a killed process may take to end"""
 _LENGTH = struct.Struct("!Q")
 
 
@@ -47,7 +47,7 @@ class ParserRaised(ParserFailed):
 
 
 class ParserProcess:
-    """One process, used by one thread at a time."""
+    """One process that parses turns, used by one thread at a time."""
 
     def __init__(self) -> None:
         questions, self._questions = os.pipe()
@@ -148,7 +148,7 @@ def _framed(content: bytes) -> bytes:
 
 
 def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
-    """The forked process."""
+    """What the forked process runs: it answers requests until its pipe ends, then exits."""
     code = 1
     try:
         os.setsid()  # so that Ctrl-C reaches the driver alone
@@ -198,7 +198,7 @@ def _answer(parser_of: Callable[[str, str], Parser], name: str, schemas: str, te
 
 
 def _fields(call: ToolCall | MalformedCall) -> dict[str, Any]:
-    """Without those that a class of the task's own has more."""
+    """The fields of a call, without those that a subclass in the task's code adds."""
     kind = ToolCall if isinstance(call, ToolCall) else MalformedCall
     return {field.name: getattr(call, field.name) for field in fields(kind)}
 

@@ -16,7 +16,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    """As the model wrote it, if its format has ids."""
+    """The call's id as the model wrote it, if its format has ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class ParsedTurn:
     """One assistant turn, without its thinking."""
 
     content: str
-    """The text outside the calls."""
+    """Text outside the calls."""
     calls: list[ToolCall | MalformedCall]
-    """In the order of the text."""
+    """Calls in the order of the text."""
 
 
 @runtime_checkable
@@ -51,7 +51,7 @@ class Parser(Protocol):
 
 
 class NoCalls:
-    """For models without tools: whatever they write is their answer."""
+    """Parser for models without tools: whatever they write is their answer."""
 
     close_marker = ""
 

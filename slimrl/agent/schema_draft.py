@@ -1,4 +1,4 @@
-"""The draft of JSON Schema in which the parameters of a tool are written, and its patterns that cannot be judged.
+"""The draft of JSON Schema in which the parameters of a tool are written, and its patterns that cannot be checked.
 
 Patterns of JSON Schema are those of JavaScript (ECMA-262). Python's `re` cannot read some, such as `(?<year>)`.
 """
@@ -17,13 +17,14 @@ _DRAFTS: tuple[Any, ...] = (
     jsonschema.Draft6Validator,
     jsonschema.Draft4Validator,
 )
-"""Later ones changed what lists of `items`, and a true `exclusiveMinimum`, mean."""
+"""Validators of the drafts, the newest first. Later ones changed what lists of `items`, and a true `exclusiveMinimum`,
+mean."""
 
 
 _OF_NAMES = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
-"""Keywords whose keys are no keywords"""
+"""Keywords whose value maps names to schemas: its keys are no keywords"""
 _OF_VALUES = ("const", "enum", "default", "examples")
-"""Keywords under which no schemas stand"""
+"""Keywords whose value holds no schemas"""
 
 
 def draft_of(schema: Mapping[str, Any]) -> Any:

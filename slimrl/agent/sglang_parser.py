@@ -1,7 +1,7 @@
 """Tool calls as SGLang's own parsers read them, so that a policy is trained on what its server will understand.
 
-SGLang's parsers differ in what they do about broken calls: they skip them, skip the good ones beside them, take them
-half, or raise. So each call is cut out by its markers and parsed alone where the format has markers, and judged: a
+SGLang's parsers differ in what they do about broken calls: they skip them, skip the good ones next to them, take them
+half, or raise. So each call is cut out by its markers and parsed alone where the format has markers, and checked: a
 marker without exactly one call, an unknown tool and arguments that its schema refuses are malformed.
 """
 
@@ -62,7 +62,7 @@ MARKERS: dict[str, Markers] = {
     **dict.fromkeys(("deepseekv3", "deepseekv31"), _DEEPSEEK),
     "kimi_k2": _KIMI,
 }
-"""Formats whose calls are parsed one by one. A turn of any other is parsed whole, so that a broken call beside a good
+"""Formats whose calls are parsed one by one. A turn of any other is parsed whole, so that a broken call next to a good
 one goes unnoticed."""
 
 

@@ -18,7 +18,7 @@ from slimrl.config.schema.agent import SubagentConfig
 from slimrl.data.trajectory import Segment, Status, Trajectory
 
 TASK = "task"
-"""The argument of a call."""
+"""Name of a sub-agent's argument, the task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +28,18 @@ class Delegation:
     name: str
     task: str
     number: int
-    """Among the calls of the turn"""
+    """Number of the call among those of its turn"""
     num_parallel: int
-    """Sub-agents that the turn calls"""
+    """Number of sub-agents that the turn calls"""
     max_calls: int | None
-    """Most calls of tools that it may make"""
+    """Largest number of tool calls that the sub-agent may make; None for no limit"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelegateAnswer:
     answer: ToolAnswer
     num_calls: int
-    """Of tools, by the sub-agent"""
+    """Number of tool calls that the sub-agent made"""
 
 
 Delegate = Callable[[Delegation], Awaitable[DelegateAnswer]]
@@ -65,7 +65,7 @@ def _schema(name: str, settings: SubagentConfig) -> dict[str, Any]:
 
 
 def answer_of(trajectory: Trajectory) -> ToolAnswer:
-    """What the caller is told by an episode that has not failed."""
+    """The text that the calling policy gets from an episode that has not failed."""
     said = [message["content"] for message in trajectory.messages if message["role"] == "assistant"]
     if trajectory.status is Status.completed and said:
         return ToolAnswer(text=str(said[-1]))

@@ -8,5 +8,5 @@ from pydantic_core import core_schema
 class Supplied:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        """Taken as it is where a tool's arguments are checked."""
+        """A schema by which pydantic takes the value as it is, where a tool's arguments are checked."""
         return core_schema.is_instance_schema(cls)

@@ -1,4 +1,4 @@
-"""Tools as an environment: their answers to the policy's calls are all that it is told.
+"""Tools as an environment: its observations are their answers to the policy's calls, and nothing else.
 
 A turn without calls completes the episode. A malformed call, an unknown tool, a ToolError and a call beyond the budget
 are answered with an error message. The calls of a turn run at the same time, those of sub-agents too.
@@ -30,7 +30,7 @@ class ToolEnvironment:
     timeout_s: float
     num_calls: int = 0
     num_delegated_calls: int = 0
-    """Calls of tools by sub-agents"""
+    """Number of tool calls that sub-agents made"""
     num_cache_hits: int = 0
     info: EpisodeInfo | None = None
     delegate: Delegate | None = None
@@ -63,11 +63,12 @@ class ToolEnvironment:
 
     @property
     def cache_hits(self) -> dict[str, float]:
-        """`tool_cache_hit_fraction`, of the calls of the trajectory, if there are any and a tool is pure."""
+        """The metric `tool_cache_hit_fraction`, a fraction of the calls of the trajectory, if there are any and a tool
+        is pure."""
         return {CACHE_HITS: self.num_cache_hits / self.num_calls} if self.tools.caches and self.num_calls else {}
 
     async def _answers(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolAnswer]:
-        """Of all calls of a turn; sub-agents may make as many calls as are left without the turn's own."""
+        """Answers to all calls of a turn; sub-agents may make as many calls as are left without the turn's own."""
         asked = [self._is_delegated(call) for call in calls]
         limit = self.agent.max_tool_calls
         num_own = sum(isinstance(call, ToolCall) for call in calls) - sum(asked)

@@ -35,7 +35,7 @@ ELLIPSIS = " ... "
 """Replaces the middle of a result that is too long."""
 TYPES = "Use a text, a number, a boolean, a list, a dict, an enumeration, a dataclass, a TypedDict or a pydantic model"
 CACHED_ANSWERS = 10_000
-"""Of pure tools, in a process."""
+"""Largest number of cached answers of pure tools, in a process."""
 
 
 class ToolError(Exception):
@@ -77,7 +77,7 @@ class EpisodeInfo(Supplied):
             return self._kept[name]
 
     def forget(self, name: str) -> None:
-        """Open anew with the next call of this name."""
+        """Remove what was opened under this name, so that the next call opens it anew."""
         self._kept.pop(name, None)
 
     async def close(self) -> None:
@@ -94,12 +94,12 @@ class ToolAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """What `tool` says of a function."""
+    """Options of a tool, as its function's decorator `tool` gives them."""
 
     pure: bool = False
-    """Its answer follows from its arguments alone, so an answer of the same run is given again."""
+    """Whether the answer follows from the arguments alone, so that an answer of the same run is given again."""
     retries: int = 0
-    """Further attempts after an exception that is neither a ToolError nor a ValueError"""
+    """Number of further attempts after an exception that is neither a ToolError nor a ValueError"""
 
 
 def tool[F: Callable[..., Any]](*, pure: bool = False, retries: int = 0) -> Callable[[F], F]:
@@ -119,14 +119,14 @@ class Tool:
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
-    """For the chat template: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """Schema for the chat template: {"type": "function", "function": {"name", "description", "parameters"}}."""
     options: ToolOptions = ToolOptions()
     info_parameters: Sequence[str] = ()
-    """Those that get the EpisodeInfo"""
+    """Names of the parameters that get the EpisodeInfo"""
     sandbox_parameters: Sequence[str] = ()
-    """Those that get the SandboxPool"""
+    """Names of the parameters that get the SandboxPool"""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of every call"""
+    """Arguments that every call has"""
 
 
 def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> Tool:
@@ -249,7 +249,7 @@ class ToolBox:
         """Connect what the tools need, before the first episode; raises ToolsUnavailable. Functions need nothing."""
 
     def close(self) -> None:
-        """After the last episode."""
+        """Close what `open` has opened, after the last episode."""
 
     async def for_episode(self) -> "ToolBox":
         """The tools of one episode, closed by `end_episode`; raises ToolsUnavailable."""
@@ -264,7 +264,7 @@ class ToolBox:
 
     @property
     def caches(self) -> bool:
-        """Whether a tool is pure."""
+        """Whether answers are cached: at least one tool is pure."""
         return any(tool.options.pure for tool in self._tools.values())
 
     async def call(

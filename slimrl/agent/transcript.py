@@ -35,7 +35,7 @@ class Transcript:
         self._spans = [_Span(len(prompt_tokens), sampled=False, turn=-1)]
         self._experts = list(experts)
         self.num_turns = num_turns
-        """Assistant turns so far."""
+        """Number of assistant turns so far."""
 
     @property
     def num_expert_rows(self) -> int:
@@ -64,7 +64,7 @@ class Transcript:
         self._append(tokens, [0.0] * len(tokens), np.full(len(tokens), -1, np.int32), span)
 
     def segment(self) -> Segment:
-        """All tokens so far."""
+        """The segment of all tokens so far."""
         experts = None
         if self._experts:
             missing = len(self.tokens) - self.num_expert_rows

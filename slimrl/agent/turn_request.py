@@ -11,7 +11,7 @@ from slimrl.data.seeds import derive_seed
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequests:
-    """Makes the requests of one trajectory.
+    """Makes the engine requests for the turns of one trajectory.
 
     Args:
         session_id: of all requests.

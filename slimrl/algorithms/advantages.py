@@ -12,11 +12,11 @@ from slimrl.data.import_path import resolve
 from slimrl.data.trajectory import Trajectory
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation of a group."""
+"""Epsilon added to the standard deviation of a group."""
 
 SAME_REWARD = 4 * 2.0**-23
-"""Rewards of a group that differ by no more, relative to the largest magnitude, are equal: four roundings of float32,
-in which services and sums of parts may compute them."""
+"""Relative difference up to which rewards of a group are equal: four roundings of float32, in which services and sums
+of parts may compute them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,13 +24,13 @@ class Group:
     """The scored trajectories of one prompt."""
 
     rewards_N: np.ndarray
-    """float64"""
+    """float64, rewards of the trajectories"""
     trajectories: Sequence[Trajectory]
-    """Empty where turns are compared"""
+    """The trajectories; empty where turns are compared"""
 
 
 GroupAdvantage = Callable[[Group], np.ndarray]
-"""Advantages [N] of a group."""
+"""Function that gives the advantages [N] of a group."""
 
 
 def grpo(group: Group) -> np.ndarray:

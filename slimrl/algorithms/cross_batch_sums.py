@@ -11,7 +11,7 @@ from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.data.packing import MicroBatch
 
 Sums = dict[str, np.ndarray]
-"""float64 [n] by name."""
+"""Sums over tokens by name, float64 [n] each."""
 
 
 def remote_sums(batch: MicroBatch, logprobs_T: np.ndarray, settings: AlgorithmConfig) -> Sums:

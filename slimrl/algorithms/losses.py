@@ -16,21 +16,23 @@ from slimrl.config.schema.algorithm import AlgorithmConfig, LossName
 from slimrl.data.import_path import resolve
 
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Of the gate, for positive and for negative advantages (arXiv:2511.20347): higher ones fall off faster."""
+"""Temperatures of the gate, for positive and for negative advantages (arXiv:2511.20347): higher ones fall off
+faster."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLosses:
-    """Meaningless where the policy did not sample."""
+    """Losses of tokens; meaningless where the policy did not sample."""
 
     loss_T: Tensor
-    """With the gradient"""
+    """Loss of each token, with gradient"""
     clipped_T: Tensor
     """bool, tokens whose ratio passed the bound on the side of their advantage"""
 
 
 PolicyLoss = Callable[[PolicyTokens, AlgorithmConfig, Tensor], TokenLosses]
-"""(tokens, the recipe's settings, sum of the loss's sequence term over each whole trajectory [N]) to losses."""
+"""Function of (tokens, the recipe's settings, sum of the loss's sequence term over each whole trajectory [N]) that
+gives the losses."""
 
 
 def gspo(tokens: PolicyTokens, settings: AlgorithmConfig, log_ratio_N: Tensor) -> TokenLosses:

@@ -20,14 +20,14 @@ from slimrl.data.training import LogProbs
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LogProbReport:
-    """Report on one micro-batch."""
+    """Log-probs and routing of the sampled tokens of one micro-batch."""
 
     logprobs_S: np.ndarray
-    """float32, the trainer's"""
+    """float32, the trainer's log-probs of the sampled tokens"""
     entropy_sum: float
     """Sum of the policy's entropy at the sampled tokens"""
     routing: RoutingComparison | None
-    """None if engine or trainer reports no experts"""
+    """Comparison of the experts; None if engine or trainer reports none"""
 
 
 def report_logprobs(batch: MicroBatch, found: LogProbs) -> LogProbReport:
@@ -45,12 +45,12 @@ def report_logprobs(batch: MicroBatch, found: LogProbs) -> LogProbReport:
 
 
 FAR = 20
-"""A token's log-probs are far apart if they differ by more than this times `algorithm.max_logprob_mismatch`. A mean at
-that limit would leave room for one such token in 20."""
+"""Factor on `algorithm.max_logprob_mismatch` beyond which a token's log-probs are far apart. A mean at that limit would
+leave room for one such token in 20."""
 
 ANYWAY = 2
-"""Far tokens that a step may have whatever its size, so that in a small one a single flip of the routing is none too
-many."""
+"""Number of far tokens that a step may have whatever its size, so that in a small one a single flip of the routing is
+none too many."""
 
 
 def mismatch_metrics(

@@ -35,14 +35,15 @@ ObjectiveName = Literal["policy", "sft"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossSums:
-    """`loss` has a gradient, `reported` has none."""
+    """Sums over a micro-batch: `loss` has a gradient, `reported` has none."""
 
     loss: Tensor
     reported: dict[str, Tensor]
 
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], LossSums]
-"""(log-probs [T], entropy [T], batch) to sums, which the caller adds over micro-batches and ranks."""
+"""Function of (log-probs [T], entropy [T], batch) that gives sums, which the caller adds over micro-batches and
+ranks."""
 
 
 def loss_function(name: ObjectiveName, settings: AlgorithmConfig, entropy_coef: float = 0.0) -> LossFunction:
@@ -54,7 +55,7 @@ def loss_function(name: ObjectiveName, settings: AlgorithmConfig, entropy_coef: 
 def policy_objective(
     logprobs_T: Tensor, entropy_T: Tensor, batch: LossBatch, *, settings: AlgorithmConfig, entropy_coef: float
 ) -> LossSums:
-    """The recipe's algorithm.
+    """The objective of the recipe's algorithm, summed over a micro-batch.
 
     Args:
         logprobs_T: log pi of the targets, natural log, float32, differentiable; masked values may be NaN.
@@ -112,7 +113,7 @@ def sequence_terms(tokens: PolicyTokens, settings: AlgorithmConfig) -> dict[str,
 
 
 def aggregation_weights(tokens: PolicyTokens, aggregation: Aggregation) -> Tensor:
-    """Each token's weight in the sum over the update, float [T]."""
+    """Weight of each token in the sum over the update, float [T]."""
     if aggregation is Aggregation.trajectory:
         per_token_N = 1 / tokens.num_sampled_N.clamp(min=1).to(tokens.log_ratio_T.dtype)
         return by_token(per_token_N, tokens.trajectory_ids_T)

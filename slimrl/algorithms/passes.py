@@ -1,6 +1,6 @@
 """Which trajectories the passes over an update need, and which passes come before its gradients.
 
-Each is a forward pass of the whole model.
+Each pass is a forward pass of the whole model.
 
 With one update per rollout there are none: the training forward runs under the old policy, so its own log-probs are the
 old ones, and the mismatch with the engines is measured there, before the optimizer steps. docs/algorithms.md lists the

@@ -31,7 +31,7 @@ class LossBatch:
     advantages_N: Tensor
     remote_N: dict[str, Tensor]
     sum_over_ranks: Callable[[Tensor], Tensor] | None
-    """Adds a tensor over the context-parallel ranks; None if this rank holds all tokens"""
+    """Function that adds a tensor over the context-parallel ranks; None if this rank holds all tokens"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,13 +39,13 @@ class PolicyTokens:
     """Values of the sampled tokens; all are 0 elsewhere, where the inputs may be NaN."""
 
     mask_T: Tensor
-    """bool"""
+    """bool, whether the policy sampled the token"""
     trajectory_ids_T: Tensor
-    """int64, 0..N-1"""
+    """int64, 0..N-1, index of the token's trajectory"""
     logprobs_T: Tensor
     """log pi of the policy that is trained, differentiable"""
     old_T: Tensor
-    """log pi_old"""
+    """log pi_old, of the policy before the rollout's first update"""
     engine_T: Tensor
     """log pi_engine, of the policy that sampled"""
     log_ratio_T: Tensor
@@ -55,14 +55,15 @@ class PolicyTokens:
     drift_T: Tensor
     """log pi - log pi_engine, clamped to 20"""
     reference_T: Tensor | None
-    """log pi_ref; None without a reference"""
+    """log pi_ref, of the reference policy; None without a reference"""
     advantages_T: Tensor
     num_sampled_N: Tensor
     """int64, sampled tokens of each whole trajectory"""
 
 
 def policy_tokens(logprobs_T: Tensor, batch: LossBatch, settings: AlgorithmConfig) -> PolicyTokens:
-    """Without a pass for them, the old log-probs are the current ones: before an update the policy is the old one.
+    """The values that losses read. Without a pass for them, the old log-probs are the current ones: before an update
+    the policy is the old one.
 
     Raises:
         ValueError: the token tensors differ in length.
@@ -103,7 +104,7 @@ def is_clamped(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
 
 
 def by_token(values_N: Tensor, trajectory_ids_T: Tensor) -> Tensor:
-    """Each trajectory's value at its tokens. A micro-batch of padding alone has no trajectory: zeros."""
+    """Value of each token's trajectory, [T]. A micro-batch of padding alone has no trajectory: zeros."""
     if not len(values_N):
         return torch.zeros(len(trajectory_ids_T), dtype=values_N.dtype, device=trajectory_ids_T.device)
     return values_N[trajectory_ids_T]

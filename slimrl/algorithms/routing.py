@@ -20,14 +20,14 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingComparison:
-    """Flips in one micro-batch."""
+    """Flips of the routing in one micro-batch."""
 
     num_flips: int
-    """Tokens with different sets of experts in some layer"""
+    """Number of tokens with different sets of experts in some layer"""
     num_differing: int
-    """Pairs of a token and a layer with different sets of experts"""
+    """Number of pairs of a token and a layer with different sets of experts"""
     num_compared: int
-    """Pairs of a token and a layer for which both report experts"""
+    """Number of pairs of a token and a layer for which both report experts"""
     reached_S: np.ndarray
     """bool, sampled tokens whose log-prob a flip reaches, or may reach because the engine did not report experts"""
     first_margins: np.ndarray

@@ -33,7 +33,7 @@ from slimrl.config.schema.data import TruncationMode
 from slimrl.data.trajectory import Status, Trajectory
 
 ROUNDING = 1e-9
-"""Advantages of turns up to this count as 0."""
+"""Largest magnitude of turns' advantages that counts as 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def turn_advantages(
 def best_and_worst(
     indices: Sequence[int], rewards_N: Sequence[float], trajectories: Sequence[Trajectory], settings: SelectionConfig
 ) -> list[int]:
-    """Those of `indices` that the selection keeps, in order; of equal rewards the trajectory ids decide."""
+    """The trajectories of `indices` that the selection keeps, in order; of equal rewards the trajectory ids decide."""
     if settings.mode is SelectionMode.all:
         return list(indices)
     kept: set[int] = set()

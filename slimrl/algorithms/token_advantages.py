@@ -9,7 +9,7 @@ import numpy as np
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig, KlPlace
 
 WHITENING_EPSILON = 1e-8
-"""Least variance that whitening divides by."""
+"""Smallest variance that whitening divides by."""
 
 
 def has_token_advantages(settings: AlgorithmConfig) -> bool:

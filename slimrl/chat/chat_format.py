@@ -33,11 +33,11 @@ class CallName:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Tokens before a turn of the policy."""
+    """The tokens before a turn of the policy."""
 
     tokens: list[int]
     opens_thinking: bool
-    """Whether they end within thinking, which the policy continues."""
+    """Whether the tokens end within thinking, which the policy continues."""
 
 
 def tool_results(calls: Sequence[CallName], results: Sequence[str]) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ class ChatFormat:
         self.template = template
         self.stop_token_ids = tuple(stop_token_ids)
         self._questions: dict[str, str] = {}
-        """By the tools' schemas"""
+        """Rendered question to a model for each set of tools, by their schemas as JSON"""
         self._whole = Completeness(template, self.written_turn)
 
     def token_id(self, text: str) -> int | None:
@@ -337,7 +337,7 @@ class ChatFormat:
 
 
 class _Sequence:
-    """A conversation that grows."""
+    """The text, tokens and mask of a conversation that grows."""
 
     def __init__(self) -> None:
         self.text = ""

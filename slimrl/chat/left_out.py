@@ -1,6 +1,6 @@
 """What a rendering leaves out of a conversation.
 
-A chat template says nothing when it has no words for a part: for tools, calls, thinking, or words beside a call. Two
+A chat template says nothing when it has no words for a part: for tools, calls, thinking, or words next to a call. Two
 looks together find that:
 
 1. Each text is looked for in the rendering itself. What depends on a text is found so, such as a template that takes

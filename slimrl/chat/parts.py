@@ -25,13 +25,13 @@ _KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "
 
 
 TOOL = "the tool"
-"""Begins the names of parts that are tools"""
+"""Beginning of the names of parts that are tools"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     name: str
-    """For a message to the user"""
+    """Name of the part in a message to the user"""
     values: tuple[str | int | float | None, ...]
 
     def stands_in(self, text: str) -> bool:

@@ -5,11 +5,12 @@ import re
 from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"<[^\s<>]*[^\W_][^\s<>]*>|\[[A-Z_]*[A-Z][A-Z_]*\]")
-"""With a letter or digit: `<=>` and `[_]` are words of code, and tokens of many vocabularies."""
+"""Pattern of a text in brackets that may be a reserved token. It has a letter or digit: `<=>` and `[_]` are words of
+code, and tokens of many vocabularies."""
 
 
 def reserved_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Text and id of each.
+    """Ids of the reserved tokens, by their texts.
 
     Those that transformers lists. Of tokenizers with code of their own (Kimi-K2, Moonlight), which know more than they
     list, also others of the vocabulary in angle or square brackets that they find in the middle of a word.

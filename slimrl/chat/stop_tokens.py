@@ -1,4 +1,4 @@
-"""The tokens that end a turn of a model, from the files beside its weights."""
+"""The tokens that end a turn of a model, from the files of its checkpoint folder."""
 
 import json
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ from slimrl.data.strict_json import strict_json
 Messages = Sequence[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]] | None
 Marked = tuple[list[int], list[bool]]
-"""Tokens, and whether each is the assistant's"""
+"""Token ids, and whether each is the assistant's"""
 
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -33,13 +33,13 @@ PROBE_TOOL: dict[str, Any] = {
         },
     },
 }
-"""For what a template does with tools: some have another template for conversations with tools."""
+"""Tool in conversations that find out what a template does with tools: some have another template for these."""
 
 NO_ARGUMENTS = "{}"
 
 _KEY, _VALUE = "probe_key", "probe_value"
 _GIVEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
-"""Variables and options that are not the recipe's"""
+"""Names of variables and options of a template that a recipe may not set"""
 
 
 class ChatTemplate:
@@ -69,7 +69,7 @@ class ChatTemplate:
         self._kwargs = dict(kwargs or {})
         self._tool_prompt = tool_prompt
         self.reserved = reserved_tokens(tokenizer)
-        """Text and id of each reserved token"""
+        """Id of each reserved token, by its text"""
         self._longest_first = sorted(self.reserved, key=len)[::-1]
 
     def require_words(self) -> None:
@@ -149,7 +149,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_calls(self) -> tuple[bool, str | None]:
-        """Whether the template wants a call's arguments as JSON text, not as an object, and which content beside calls
+        """Whether the template wants a call's arguments as JSON text, not as an object, and which content next to calls
         is none: "", as SGLang's server makes it, or null where a template writes calls with that alone."""
         question = {"role": "user", "content": "q"}
         for silence, as_text in product(("", None), (False, True)):

@@ -7,12 +7,12 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True, kw_only=True)
 class Thought:
-    """A turn's text in two parts."""
+    """The thinking and the answer of a turn."""
 
     thinking: str | None
-    """None if the turn has none."""
+    """Text of the thinking; None if the turn has none."""
     answer: str
-    """What is outside of thinking; empty if the thinking at the beginning is not closed."""
+    """Text outside of the thinking; empty if the thinking at the beginning is not closed."""
     closed: bool = True
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 ToolPrompt = Callable[[Sequence[dict[str, Any]]], str]
-"""The text for these schemas."""
+"""Function that gives the text for these schemas."""
 
 _PLACE = "{tools}"
 

@@ -12,7 +12,8 @@ from slimrl.checkpoints.safetensors_file import element_bytes
 from slimrl.data.weights import TensorSpec
 
 BLOCK_BYTES = 16 * 1024**2
-"""Of a block of rows: of a large tensor one is read while the one before is written, and their memory is used again."""
+"""Size of a block of rows: of a large tensor one is read while the one before is written, and their memory is used
+again."""
 
 
 class CheckpointReader(Protocol):
@@ -25,7 +26,7 @@ class CheckpointReader(Protocol):
     path: Path
     """Folder of the checkpoint."""
     specs: dict[str, TensorSpec]
-    """Every tensor by its Hugging Face name, with its whole shape; known without reading data."""
+    """Specs of all tensors by their Hugging Face names, with their whole shapes; known without reading data."""
     left_out: Mapping[str, str] = MappingProxyType({})
     """Names of stored tensors that are not among `specs`, because no model reads them -> why."""
 

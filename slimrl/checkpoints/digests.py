@@ -13,10 +13,10 @@ import xxhash
 from torch import Tensor
 
 READ_BYTES = 1024**2
-"""Read at a time, so that it is hashed while in the processor's cache."""
+"""Number of bytes read at a time, so that they are hashed while in the processor's cache."""
 
 FILE_THREADS = 8
-"""Files that are hashed at a time; hashing and reading release the GIL."""
+"""Number of files that are hashed at a time; hashing and reading release the GIL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class FileDigest:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Bytes of a file as they were written."""
+    """Range and checksum of bytes of a file as they were written."""
 
     name: str
-    """Of the tensor there."""
+    """Name of the tensor in the range."""
     start: int
     length: int
     digest: str
-    """xxh3-128."""
+    """Checksum of the bytes, xxh3-128."""
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -46,14 +46,14 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def file_digest(file: Path) -> FileDigest:
-    """Raises OSError if the file cannot be read."""
+    """Size and checksum of a file. Raises OSError if the file cannot be read."""
     with file.open("rb", buffering=0) as stream:
         digest = hashlib.file_digest(stream, xxhash.xxh3_128)
         return FileDigest(bytes=stream.tell(), xxh3_128=digest.hexdigest())
 
 
 def file_digests(root: Path, names: Iterable[str]) -> dict[str, FileDigest]:
-    """By the names of files relative to `root`; several are read at a time."""
+    """Sizes and checksums of files by their names relative to `root`; several files are read at a time."""
     names = list(names)
     with ThreadPoolExecutor(FILE_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: file_digest(root / name), names), strict=True))

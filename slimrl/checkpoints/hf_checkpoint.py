@@ -14,7 +14,7 @@ from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
 from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize
 
 PLAIN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
-"""Of weights that are not quantised."""
+"""Dtypes of weights that are not quantised."""
 
 
 def is_block_fp8(path: Path) -> bool:
@@ -67,7 +67,7 @@ def open_stored(path: Path) -> SafetensorsFolder:
 
 
 def left_out_note(reader: CheckpointReader) -> str | None:
-    """A line on what a checkpoint stores beside its weights; None if that is nothing."""
+    """Note on what a checkpoint stores that is no weight of the model; None if that is nothing."""
     names = list(reader.left_out)
     if not names:
         return None

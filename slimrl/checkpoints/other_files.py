@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-"""Of files with weights in any format, and of their indices."""
+"""Suffixes of files with weights in any format, and of their indices."""
 
 
 def copy_other_files(src: Path, out: Path) -> None:

@@ -22,10 +22,10 @@ MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library; a larger length means another kind of file."""
 
 BAND_BYTES = 4 * 1024**2
-"""Read at a time for a slice of columns."""
+"""Number of bytes read at a time for a slice of columns."""
 
 _ALIGNMENT = 8
-"""Of the start of the data."""
+"""Alignment of the start of the data in bytes."""
 
 _DTYPES = {
     "F64": "float64",
@@ -50,11 +50,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLocation:
-    """A tensor within a file."""
+    """The place of a tensor within a file."""
 
     spec: TensorSpec
     start: int
-    """First byte, from the start of the file."""
+    """Offset of the tensor's first byte from the start of the file."""
     nbytes: int
 
 
@@ -141,7 +141,7 @@ def read_tensor(descriptor: int, file: Path, location: TensorLocation, slices: t
 
 
 def _read_bands(descriptor: int, file: Path, location: TensorLocation, slices: tuple[slice, ...]) -> Tensor:
-    """Reads bands of whole rows, and keeps the columns of the slice."""
+    """Read a slice from bands of whole rows, of which the columns of the slice are kept."""
     shape, dtype, (rows, *columns) = location.spec.shape, getattr(torch, location.spec.dtype), slices
     row_bytes = location.nbytes // shape[0]
     height = max(1, BAND_BYTES // row_bytes)
@@ -156,7 +156,8 @@ def _read_bands(descriptor: int, file: Path, location: TensorLocation, slices: t
 
 
 Written = Callable[[int, TensorLocation], None]
-"""Called after each tensor with the file's descriptor, open for reading and writing, and the tensor's location."""
+"""Function that is called after each tensor with the file's descriptor, open for reading and writing, and the tensor's
+location."""
 
 
 def write_safetensors_file(
@@ -189,7 +190,7 @@ def write_safetensors_file(
 
 
 def _write_tensor(descriptor: int, location: TensorLocation, blocks: Iterator[tuple[str, Tensor]]) -> None:
-    """Takes as many blocks as make up the tensor."""
+    """Write a tensor; takes as many blocks as make it up."""
     spec, done = location.spec, 0
     while True:
         name, block = next(blocks)

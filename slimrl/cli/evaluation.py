@@ -17,7 +17,7 @@ JsonFile = Annotated[Path | None, typer.Option("--json-file", help="Write the fi
 
 
 class _GroupContext(typer.Context):
-    """Of the default command, whose name nobody writes."""
+    """The context of the default command, whose name nobody writes."""
 
     @property
     def command_path(self) -> str:
@@ -26,7 +26,7 @@ class _GroupContext(typer.Context):
 
 
 class GroupWithDefault(TyperGroup):
-    """Runs `DEFAULT_COMMAND` where no command is named: `slimrl eval RECIPE` beside `slimrl eval compare A B`."""
+    """Runs `DEFAULT_COMMAND` where no command is named: `slimrl eval RECIPE` as well as `slimrl eval compare A B`."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)

@@ -27,6 +27,6 @@ def tile_tokens(trainer: TrainerConfig) -> int:
 
 
 def sequence_alignment(*, tensor: int, context: int, sequence: bool, tile: int) -> int:
-    """Each packed sequence is padded to a multiple of this many tokens; `tile` is from `tile_tokens`."""
+    """The multiple of tokens to which each packed sequence is padded; `tile` is from `tile_tokens`."""
     chunks = tensor * (2 * context if context > 1 else 1)
     return math.lcm(chunks, tile * context * (tensor if sequence else 1))

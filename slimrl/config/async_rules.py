@@ -1,4 +1,4 @@
-"""Rules of rollouts beside the training: `rollout.mode`."""
+"""Rules of asynchronous rollouts: `rollout.mode`."""
 
 from collections.abc import Iterator
 

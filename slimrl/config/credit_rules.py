@@ -9,7 +9,7 @@ from slimrl.config.schema.credit import CreditName, RefillMode, SelectionMode
 from slimrl.config.schema.recipe import Recipe
 
 COMPARING_TURNS = (AdvantageName.grpo, AdvantageName.dr_grpo, AdvantageName.rloo)
-"""Advantages that may also compare turns."""
+"""Advantages that may also compare the turns of a group, with a `credit.name` other than `trajectory`."""
 
 
 def credit_violations(recipe: Recipe) -> Iterator[Violation]:

@@ -10,7 +10,7 @@ PROMPT_KEYS = ("prompt", "messages", "label", "id", "metadata")
 """Our names of what a row of a prompt file has."""
 
 CONVERSATION_KEYS = ("messages", "tools", "id", "metadata")
-"""The same for a file of conversations."""
+"""Our names of what a row of a conversation file has."""
 
 
 def data_violations(recipe: Recipe, command: str) -> Iterator[Violation]:

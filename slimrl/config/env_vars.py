@@ -89,14 +89,15 @@ DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
 }
-"""With these Transformer Engine, cuBLAS and NCCL add numbers in the same order each time; they matter on GPUs only."""
+"""Variables that make Transformer Engine, cuBLAS and NCCL add numbers in the same order each time; they matter on GPUs
+only."""
 
 NCCL_CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
 SGLANG_CHANNELS = "SGLANG_DETERMINISTIC_NCCL_NCHANNELS"
 """How many channels SGLang gives NCCL for deterministic inference; 8 by default."""
 
 FP8_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-"""1: Transformer Engine's scales of block FP8 are any float32, as the engines' are, and not powers of two."""
+"""Set to 1, Transformer Engine's scales of block FP8 are any float32, as the engines' are, and not powers of two."""
 
 READ_AT_START = re.compile(r"(LD_|PYTHON|MALLOC_|GLIBC_|OMP_|GOMP_|KMP_|MKL_|RAY_).*|TORCH_LOGS")
 """Variables that the loader, Python, Ray and libraries of threads read as a process begins. A trainer's process gets

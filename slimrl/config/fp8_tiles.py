@@ -32,7 +32,7 @@ class Shard:
     module: str
     """Name of the layer's module behind `layers.N.`"""
     layers: range
-    """Layers that have the module"""
+    """Indices of the layers that have the module"""
     size: int
     ranks: int
     replicas: int = 1
@@ -41,7 +41,7 @@ class Shard:
 
     @property
     def per_rank(self) -> int:
-        """0 where the size does not divide, which another rule refuses."""
+        """Size of the dimension on one rank; 0 where it does not divide, which another rule refuses."""
         size, rest = divmod(self.size * self.replicas, self.ranks)
         return 0 if rest else size
 
@@ -108,7 +108,8 @@ def _is_fp8(shard: Shard, plain: list[str]) -> bool:
 
 
 def _shards(hf_config: dict[str, Any], *, attention_ranks: int, ranks: int, expert_ranks: int) -> Iterator[Shard]:
-    """Of so many ranks that share attention, a dense layer or shared expert, and an expert."""
+    """The dimensions that are sharded when attention, a dense layer or shared expert, and an expert are shared by so
+    many ranks."""
     layers, experts = first_of(hf_config, "num_hidden_layers"), num_experts(hf_config)
     yield from _attention(hf_config, range(layers), attention_ranks)
     num_dense = first_of(hf_config, "first_k_dense_replace") if experts else layers

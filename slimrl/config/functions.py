@@ -56,7 +56,7 @@ def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
             continue
         folder_or_file = _find(module)
         if folder_or_file is None and (module + ".").startswith("slimrl."):
-            # Of others' modules another machine may have what this one has not.
+            # Another machine may have modules of others that this one has not.
             yield key, f"{path}: no module {module}."
             continue
         try:

@@ -30,7 +30,7 @@ def command_words(command: Any) -> list[str]:
 
 
 def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
-    """Agents that are given twice or beside what they replace, and commands that are none.
+    """Agents that are given twice or together with what they replace, and commands that are none.
 
     Args:
         agent: with an agent behind the gateway.

@@ -16,7 +16,7 @@ from slimrl.config.passthrough import passthrough_fields, safe_fields
 from slimrl.config.problems import closest, near_name
 
 FIELDS_OF = {"rollout.sglang": ("rollout", "sglang"), "trainer.megatron": ("trainer", "megatron", "model")}
-"""Passthrough section -> first parts of the keys that may mean one of its fields, beside keys without a section"""
+"""Passthrough section -> first parts of the keys that may mean one of its fields, besides keys without a section"""
 OTHERS = ("critic.", "teacher.")
 """Begin keys of settings that the policy has too, which a key without a section means"""
 

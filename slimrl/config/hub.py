@@ -18,17 +18,17 @@ from slimrl.config.load import LoadedRecipe
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SNAPSHOT = re.compile(r"(?P<cache>.*)/models--(?P<account>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)")
-"""Where huggingface_hub puts a commit of a model."""
+"""Pattern of the path of a snapshot, the folder into which huggingface_hub puts one commit of a model."""
 
 NO_ACCOUNTS = ("models", "datasets", "spaces")
 """First parts of the Hub's own pages: `models/NAME` is a folder."""
 
 CONFIG_FILES = ("config.json",)
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""All that slimrl reads but the weights."""
+"""Patterns of all files that slimrl reads but the weights."""
 ALL_FILES = (*SMALL_FILES, "*.safetensors")
 NOT_READ = ("original/*",)
-"""Where some models have their weights in another format."""
+"""Patterns of files that slimrl does not read: some models have their weights there in another format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class HubModel:
 
     model_id: str
     revision: str | None = None
-    """Its commit; None for the newest."""
+    """Commit of the model; None for the newest."""
     cache: Path | None = None
     """Folder of downloaded models; None for huggingface_hub's."""
 

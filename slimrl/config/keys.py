@@ -16,12 +16,12 @@ EXTENDS = "extends"
 
 PASSTHROUGH = ("trainer.megatron", "critic.trainer.megatron", "rollout.sglang", "teacher.sglang")
 NAME = "NAME"
-"""Stands in keys of the schema for a name that a recipe chooses: `reward.parts.NAME.weight`."""
+"""Placeholder in keys of the schema for a name that a recipe chooses: `reward.parts.NAME.weight`."""
 TEXTS = (
     *("trainer.env", "critic.trainer.env", "rollout.env", "teacher.env"),
     *(f"agent.mcp.{NAME}.env", f"agent.mcp.{NAME}.headers"),
 )
-"""Free sections whose values are texts."""
+"""Free sections (their keys are the recipe's own) whose values are texts."""
 REWARD_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
 NAMED_SECTIONS = (*REWARD_SECTIONS, "agent.mcp", "agent.subagents")
 """Sections of sections with names that a recipe chooses, all of one type."""

@@ -85,12 +85,13 @@ class LoadedRecipe:
     provenance: dict[str, str]
     """Dotted key -> `file:line`, `command line` or `default`; every key of the recipe has one."""
     path: str
-    """The recipe's file as shown to the user."""
+    """Path of the recipe's file as shown to the user."""
     command: Command
     environment: FromEnvironment = field(default_factory=FromEnvironment)
 
     def where(self, key: str) -> str:
-        """Where the key was set, or the trainer's for its critic; for a default, the recipe that does not set it."""
+        """The place where the key was set; for a key that the critic takes over from the trainer, where the trainer's
+        was; for a default, the recipe's path."""
         origin = self.provenance.get(key) or self.provenance.get(key.removeprefix("critic."), self.path)
         return f"{self.path} ({DEFAULT})" if origin == DEFAULT else origin
 
@@ -118,7 +119,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), command: Comman
 def read_recipe(
     path: Path | str, overrides: Sequence[str] = (), command: Command = "train"
 ) -> tuple[LoadedRecipe | None, list[Problem]]:
-    """As load_recipe, for a caller with more to check: the recipe, and its problems instead of an exception.
+    """Read a recipe as load_recipe does, for a caller with more to check: returns problems instead of raising an
+    exception.
 
     Returns:
         The recipe, None if a key of the schema is unknown, missing or of a wrong type; and every problem.

@@ -28,7 +28,7 @@ NOT_WITH_ADAPTERS = {
 
 
 def linear_layers(hf_config: dict[str, Any]) -> tuple[str, ...]:
-    """Those of LINEAR_LAYERS that a model has."""
+    """The linear layers of LINEAR_LAYERS that a model has."""
     if not hf_config.get("kv_lora_rank"):
         attention = GROUPED_QUERY
     else:

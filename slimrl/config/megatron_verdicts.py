@@ -176,7 +176,7 @@ OF_THE_MODEL = table(
         "mup_attn_scale_power",
     ),
 )
-"""What decides the function that the weights compute."""
+"""Fields that decide the function which the weights compute."""
 
 OF_SLIMRL = table(
     *(
@@ -326,7 +326,7 @@ OF_SLIMRL = table(
         "init_model_with_meta_device",
     ),
 )
-"""What slimrl sets, or what it does not work with."""
+"""Fields that slimrl sets, or does not work with."""
 
 WITHOUT_EFFECT = table(
     *(
@@ -383,7 +383,7 @@ WITHOUT_EFFECT = table(
         }.items()
     ),
 )
-"""What nothing in a run of slimrl reads."""
+"""Fields that nothing in a run of slimrl reads."""
 
 MEGATRON_VERDICTS = table(SAFE, OF_THE_MODEL, OF_SLIMRL, WITHOUT_EFFECT)
-"""Field -> its verdict."""
+"""The verdict on each field, by its name."""

@@ -32,15 +32,15 @@ _CONTAINERS = {"list": list, "List": list, "tuple": list, "Tuple": list, "dict":
 
 @dataclass(frozen=True, kw_only=True)
 class FieldType:
-    """Values that a field accepts from YAML."""
+    """The values that a field accepts from YAML."""
 
     types: frozenset[type]
-    """Plain types; `float` accepts an int too."""
+    """Plain Python types of the accepted values; `float` accepts an int too."""
     choices: tuple[Any, ...]
     text: str
-    """The annotation as the package writes it."""
+    """The field's type annotation as the package writes it."""
     unchecked: bool = False
-    """The annotation names a type of the package, whose constructor checks the value."""
+    """Whether the annotation names a type of the package, whose constructor checks the value."""
     words: tuple[Any, ...] = ()
     """Values that the package's own command line accepts, for each element of a list; empty for any."""
 

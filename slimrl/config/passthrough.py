@@ -26,7 +26,7 @@ VERDICTS: dict[str, Mapping[str, Judgement]] = {
     "rollout.sglang": SGLANG_VERDICTS,
     "teacher.sglang": TEACHER_VERDICTS,
 }
-"""Section -> the verdict on each field."""
+"""Section -> field -> the verdict on it."""
 
 
 def passthrough_fields(section: str) -> dict[str, FieldType]:
@@ -39,7 +39,7 @@ def passthrough_fields(section: str) -> dict[str, FieldType]:
 
 
 def safe_fields(section: str, fields: Mapping[str, FieldType]) -> list[str]:
-    """Those of the fields that a recipe may set."""
+    """The names of those of the fields that a recipe may set."""
     verdicts = VERDICTS[section]
     return [name for name in fields if name in verdicts and verdicts[name].verdict is Verdict.safe]
 

@@ -14,7 +14,7 @@ class Problem:
     where: str = ""
     """`file:line`, `command line`, `default`, or a file alone."""
     warning: bool = False
-    """The run may start nevertheless."""
+    """Whether it is only a warning: the run may start nevertheless."""
     count: int = 1
     """Things of the same kind that its message lists, such as broken lines"""
 
@@ -38,7 +38,7 @@ class RecipeError(ValueError):
 
 
 def syntax_text(error: SyntaxError) -> str:
-    """Where a module is not Python, and why: `file:line: message`."""
+    """Where and why a module has a syntax error: `file:line: message`."""
     place = f"{error.filename}:{error.lineno}" if error.lineno else error.filename
     return f"{place}: {error.msg}"
 

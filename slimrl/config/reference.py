@@ -125,7 +125,8 @@ def _section(defaults: Any, prefix: str, choices: dict[str, type[Enum]]) -> Iter
 
 
 def _linked_choices(cls: type, said: str) -> dict[str, type[Enum]]:
-    """Those of the dataclass's module to which a field's text links: what a text may be beside an import path."""
+    """Enumerations of the dataclass's module to which a field's text links: the names that a text may have instead of
+    an import path."""
     linked = set(re.findall(r"\]\(#(\w+)\)", said))
     return {
         name: kind

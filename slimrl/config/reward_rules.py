@@ -11,11 +11,11 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
 
 OVERLONG = "overlong"
-"""Part that `algorithm.overlong` adds."""
+"""Name of the reward part that `algorithm.overlong` adds."""
 
 
 def reward_parts(reward: RewardConfig) -> Iterator[tuple[str, RewardPartConfig]]:
-    """Every part with the key of its section, such as `reward.parts.math`."""
+    """Every part of the reward, with the key of its section, such as `reward.parts.math`."""
     for section in ("parts", "by_name", "group"):
         for name, part in getattr(reward, section).items():
             yield f"reward.{section}.{name}", part

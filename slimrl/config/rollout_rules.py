@@ -126,7 +126,7 @@ def transport_warnings(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _sglang_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Fields of `rollout.sglang` that contradict other settings, or have no effect beside them."""
+    """Fields of `rollout.sglang` that contradict other settings, or have no effect with them."""
     rollout, given = recipe.rollout, recipe.rollout.sglang
     fraction, length = given.get("mem_fraction_static"), given.get("context_length")
     if fraction is not None and not 0 < fraction < 1:

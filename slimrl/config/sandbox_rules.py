@@ -9,7 +9,7 @@ from slimrl.config.schema.recipe import Recipe
 SANDBOX_TOOLS = "slimrl.agent.sandbox.tools:"
 """Start of the import paths of tools that run code in the sandbox"""
 SESSION_TOOLS = (f"{SANDBOX_TOOLS}python_session", f"{SANDBOX_TOOLS}shell")
-"""Those that keep a session for each trajectory"""
+"""Import paths of the sandbox tools that keep a session for each trajectory"""
 WITHOUT_SESSIONS = (SandboxBackend.subprocess, SandboxBackend.remote)
 
 

@@ -201,7 +201,7 @@ OF_SLIMRL = table(
         "speculative_draft_kv_cache_dtype decrypted_config_file decrypted_draft_config_file",
     ),
 )
-"""What slimrl sets, or what it does not work with."""
+"""Fields that slimrl sets, or does not work with."""
 
 OF_THE_LAYOUT = table(
     *(
@@ -228,7 +228,7 @@ OF_THE_LAYOUT = table(
         }.items()
     ),
 )
-"""What lays out weights in ways that models/engine_layout.py does not describe."""
+"""Fields that lay out weights in ways that models/engine_layout.py does not describe."""
 
 OF_SAMPLING = table(
     judged(
@@ -397,7 +397,7 @@ WITHOUT_EFFECT = table(
         }.items()
     ),
 )
-"""What no engine of slimrl reads."""
+"""Fields that no engine of slimrl reads."""
 
 SGLANG_VERDICTS = table(SAFE, OF_SLIMRL, OF_THE_LAYOUT, OF_SAMPLING, OF_SECURITY, WITHOUT_EFFECT)
-"""Field -> its verdict."""
+"""The verdict on each field, by its name."""

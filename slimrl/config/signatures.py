@@ -1,6 +1,6 @@
 """What the source of a function says about calls of it, without running it.
 
-A decorator may make another function of it, so a decorated one is not judged, but for `tool` of slimrl.agent.tools.
+A decorator may make another function of it, so a decorated one is not checked, but for `tool` of slimrl.agent.tools.
 """
 
 import ast
@@ -18,9 +18,9 @@ NOT_CALLABLE: dict[type[ast.AST], str] = {
     **dict.fromkeys((ast.Set, ast.SetComp), "a set"),
     ast.Tuple: "a tuple",
 }
-"""Expressions whose value nothing can call"""
+"""Types of expressions whose value cannot be called, with the words for them"""
 SUPPLIED = ("EpisodeInfo", "SandboxPool", "Supplies")
-"""Annotations of parameters that the run gives"""
+"""Annotations of parameters for which the run supplies the arguments"""
 NOT_FIRST = ("prompt", "prompts", "args")
 NOT_SECOND = ("trajectory", "trajectories", "sample", "samples", "completion", "completions", "response")
 """Names that a reward's first or second parameter has if it was written the other way round, or for another program,

@@ -8,7 +8,7 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.speculative import DraftMode
 
 OF_OTHER_FILES = (DraftMode.eagle, DraftMode.eagle3)
-"""Modes whose draft model is a checkpoint of its own"""
+"""Modes of speculative decoding whose draft model is a checkpoint of its own"""
 
 
 def speculative_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -44,7 +44,7 @@ def speculative_violations(recipe: Recipe) -> Iterator[Violation]:
 
 
 def own_layer_violations(recipe: Recipe, num_layers: int) -> Iterator[Violation]:
-    """With `mtp`, a model that has not the one layer that SGLang drafts with.
+    """Refuse `mtp` for a model that has not the one layer that SGLang drafts with.
 
     Args:
         num_layers: the model's layers for multi-token prediction.

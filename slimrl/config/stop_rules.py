@@ -9,7 +9,7 @@ LIMITS = ("mismatch", "kl", "entropy_min", "entropy_max", "grad_norm", "effectiv
 """Settings of the section that limit a metric."""
 
 OF_SFT = ("grad_norm",)
-"""Those of them whose metric supervised training records."""
+"""Settings of LIMITS whose metric supervised training records."""
 
 
 def stop_violations(recipe: Recipe, command: str) -> Iterator[Violation]:

@@ -24,7 +24,8 @@ _OWNERS = {
 
 
 def _of_teacher(name: str, judgement: Judgement) -> Judgement:
-    """No resync reaches a teacher, so it may hold its weights as it likes, and it drafts nothing."""
+    """The verdict on a field for a teacher: no resync reaches it, so it may hold its weights as it likes, and it drafts
+    nothing."""
     if name.startswith("speculative_"):
         return Judgement(verdict=Verdict.no_effect, reason="has no effect: a teacher only scores.")
     if judgement.verdict is Verdict.layout or name in ("quantization", "json_model_override_args"):
@@ -35,4 +36,4 @@ def _of_teacher(name: str, judgement: Judgement) -> Judgement:
 TEACHER_VERDICTS = {name: _of_teacher(name, judgement) for name, judgement in SGLANG_VERDICTS.items()} | table(
     *(judged(Verdict.slimrl, f"is set by {owner}.", fields) for owner, fields in _OWNERS.items())
 )
-"""Field -> its verdict."""
+"""The verdict on each field, by its name."""

@@ -66,7 +66,7 @@ def _expert_text(recipe: Recipe, experts: int) -> str:
 
 
 def megatron_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Fields of `trainer.megatron` that contradict other settings, or have no effect beside them."""
+    """Fields of `trainer.megatron` that contradict other settings, or have no effect with them."""
     rules = (_of_layout, _recompute, _optimizer, _state_dtypes, _deterministic)
     for name, message in (violation for rule in rules for violation in rule(recipe)):
         yield f"trainer.megatron.{name}", message

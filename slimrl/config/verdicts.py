@@ -11,18 +11,18 @@ class Verdict(StrEnum):
     safe = "safe"
     """A recipe may set it: it changes speed, memory, training or rounding as the package says."""
     model = "model"
-    """It decides what the weights compute, which trainer and engines take from the model's config.json."""
+    """The field decides what the weights compute, which trainer and engines take from the model's config.json."""
     slimrl = "slimrl"
     """slimrl sets it, or cannot work with another value."""
     layout = "layout"
-    """An engine with it holds its weights where a resync does not find them."""
+    """An engine with the field holds its weights where a resync does not find them."""
     sampling = "sampling"
     """Engines would sample from another distribution than that of the log-probs that they return, or of other inputs
     than those that the trainer gets."""
     security = "security"
-    """It opens a port, sets or shows a secret, or runs code of others."""
+    """The field opens a port, sets or shows a secret, or runs code of others."""
     no_effect = "no effect"
-    """Nothing in a run of slimrl reads it."""
+    """Nothing in a run of slimrl reads the field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class Judgement:
     values: tuple[Any, ...] = ()
     """The values that a safe field may have; empty for all that its type allows."""
     instead: str = ""
-    """Why not the others."""
+    """Why the field may not have other values than `values`."""
 
 
 def judged(verdict: Verdict, reason: str, fields: str, **conditions: Any) -> dict[str, Judgement]:
-    """One judgement for several fields, which are named with spaces between them."""
+    """The same judgement for several fields, which are named with spaces between them."""
     return dict.fromkeys(fields.split(), Judgement(verdict=verdict, reason=reason, **conditions))
 
 

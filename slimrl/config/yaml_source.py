@@ -21,10 +21,10 @@ class Entry:
     """A value that a file or the command line gives to a key."""
 
     key: str
-    """Dotted."""
+    """Dotted key of the setting."""
     value: Any
     where: str
-    """`file:line` or `command line`."""
+    """Where the value was given: `file:line` or `command line`."""
 
     def problem(self, message: str) -> Problem:
         return Problem(where=self.where, key=self.key, message=message)
@@ -76,7 +76,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class Refused(yaml.MarkedYAMLError):
-    """It is YAML, and no recipe."""
+    """The text is valid YAML, and no recipe."""
 
 
 def _wrong(problem: str, mark: Any) -> Refused:

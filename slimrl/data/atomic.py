@@ -20,7 +20,7 @@ pages for the page cache; with smaller writes threads wait for Python's lock mor
 
 @contextmanager
 def atomic_file(file: Path, buffering: int = -1) -> Iterator[BinaryIO]:
-    """Write under a temporary name beside `file`; renamed at the end of the block, removed if the block fails.
+    """Write under a temporary name next to `file`; renamed at the end of the block, removed if the block fails.
 
     The stream can be read too.
 
@@ -55,7 +55,7 @@ def write_whole(file: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` to write into; renamed at the end of the block, removed if the block fails.
+    """A new folder next to `out` to write into; renamed at the end of the block, removed if the block fails.
 
     Raises:
         ValueError: `out` exists.

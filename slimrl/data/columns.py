@@ -21,7 +21,7 @@ def read_rows[T](path: Path, parse: Callable[[dict[str, Any], int], T]) -> list[
 
 
 def rename_columns(row: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """A row under our names.
+    """Rename the columns of a row to our names.
 
     Args:
         keys: our name -> the file's; `a.b` is the key `b` of the column `a`, unless a column has that whole name. Empty

@@ -44,7 +44,7 @@ class GenerateResult:
     num_retries: int = 0
     """Failed attempts before the one that succeeded."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Further figures, by their keys in a trajectory's metadata, where the sums of its answers stand: see
+    """Further counts, by their keys in a trajectory's metadata, which holds the sums over its requests: see
     trajectory.py."""
 
 
@@ -53,7 +53,7 @@ class ScoreRequest:
     """A request for the log-probs of given tokens."""
 
     session_id: str
-    """Names the request in errors."""
+    """Id of the session, which names the request in errors."""
     tokens: list[int]
     start: int
     """First token to score, at least 1: nothing comes before token 0 that it could follow."""
@@ -69,7 +69,7 @@ class EngineUnreachable(EngineError):
 
 
 class EngineAbsent(EngineUnreachable):
-    """It has not even got the request: nothing listens there."""
+    """The request did not reach the engine at all: nothing listens at its address."""
 
 
 class Scorer(Protocol):
@@ -90,7 +90,8 @@ class Scorer(Protocol):
 
 
 class Engine(Protocol):
-    """Only an engine that depends on which sessions are active has `open` and `close` of its own."""
+    """An engine that samples turns. Only one that depends on which sessions are active has `open` and `close` of its
+    own."""
 
     def open(self, session_ids: Sequence[str], *, at_once: int) -> None:
         """Announce sessions before their first request. They start in this order, at most `at_once` at a time."""
@@ -101,7 +102,7 @@ class Engine(Protocol):
         return
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Raises EngineError."""
+        """Sample one turn. Raises EngineError."""
         ...
 
     async def aclose(self) -> None:

@@ -15,7 +15,8 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True)
 class EngineKey:
-    """Its representation does not show it, so neither do messages and logs of what has it."""
+    """The secret key of a run's engines. Its representation does not show it, so neither do messages and logs of what
+    has it."""
 
     value: str = field(repr=False)
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def imports_uncollected() -> Iterator[None]:
-    """For the imports of a process, which make half a million objects that stay until its end.
+    """Import without garbage collection in the block: a process's imports make half a million objects that stay until
+    its end.
 
     Collections would walk them during the imports, a fifth of their time, later, and when Python exits. So there are
     none in the block, and later ones skip these objects.

@@ -7,13 +7,14 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 WAIT_S = 0.2
-"""Between two looks at a result, so that signals reach the thread that waits for it."""
+"""Seconds between two looks at a result, so that signals reach the thread that waits for it."""
 END_S = 10.0
-"""For cancelled tasks to end at the close."""
+"""Seconds that cancelled tasks have to end at the close."""
 
 
 class LoopThread:
-    """`run` and `close` are those of asyncio.Runner, but tasks go on between two calls of `run`.
+    """An event loop in a thread of its own: `run` and `close` are those of asyncio.Runner, but tasks go on between two
+    calls of `run`.
 
     Args:
         name: of the thread.
@@ -30,7 +31,8 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, or its exception; a signal's exception in the calling thread cancels it."""
+        """The result of a coroutine, or its exception; an exception of a signal handler in the calling thread cancels
+        it."""
         future = self.submit(work)
         try:
             while not wait([future], timeout=WAIT_S).done:

@@ -38,7 +38,7 @@ class Mixture[T]:
         return [self._samplers[self._next_file()].take(1)[0] for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """For `restore`: of each file its position and its credit."""
+        """State for `restore`: the position and the credit of each file."""
         return {
             "files": {
                 name: {**sampler.state(), "credit": self._credits[name]} for name, sampler in self._samplers.items()

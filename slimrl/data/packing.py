@@ -58,9 +58,9 @@ class MicroBatch:
     mask: np.ndarray
     """bool [T], true where the target was sampled by the policy"""
     padding: np.ndarray
-    """bool [T], true on padding"""
+    """bool [T], true on padding tokens"""
     position_ids: np.ndarray
-    """int32 [T], from 0 in every sequence"""
+    """int32 [T], position of each token in its sequence, from 0"""
     cu_seqlens: np.ndarray
     """int32 [S + 1], boundaries of the padded sequences"""
     sequences: np.ndarray
@@ -76,7 +76,7 @@ class MicroBatch:
     num_sampled: np.ndarray
     """int64 [n], sampled tokens of the whole trajectory, in other micro-batches too"""
     advantages: np.ndarray
-    """float32 [n], of whole trajectories"""
+    """float32 [n], advantage of each whole trajectory"""
     remote: dict[str, np.ndarray] = field(default_factory=dict)
     """float32 [n] by name, sums over the trajectory's tokens in other micro-batches; a name that is missing means 0"""
     added: dict[str, np.ndarray] = field(default_factory=dict)
@@ -209,7 +209,7 @@ def pack_for(
 
 
 def micro_batches(updates: Sequence[PackedBatch]) -> list[MicroBatch]:
-    """Of all updates, in the order in which the ranks report on each."""
+    """All micro-batches of all updates, in the order in which the ranks report on each."""
     return [m for batch in updates for part in batch for m in part]
 
 
@@ -263,7 +263,7 @@ def _spread_over(count: int, lengths: list[int], costs: list[float], budget: int
 
 
 class _OpenBins:
-    """Gives the cheapest bin that has room, of equal ones the first, for lengths that never grow.
+    """A pool of bins that gives the cheapest one that has room, of equal ones the first, for lengths that never grow.
 
     A bin without room is set aside until a length fits. It is set aside at most once for each sequence that it gets, so
     all of them together take the time of sorting.
@@ -276,7 +276,7 @@ class _OpenBins:
         """Heap of (-room, load, index), of bins that had too little room for a length"""
 
     def __len__(self) -> int:
-        """Bins, without those that are taken."""
+        """Number of bins, without those that are taken."""
         return len(self._cheapest) + len(self._aside)
 
     def put(self, room: int, load: float, index: int) -> None:
@@ -303,7 +303,8 @@ def _micro_batch(
     num_sampled_N: np.ndarray,
     experts_shape: tuple[int, ...] | None,
 ) -> MicroBatch:
-    """Of (index of the trajectory, segment) pairs and their padded lengths; of padding alone if there are no pairs."""
+    """Make a micro-batch of (index of the trajectory, segment) pairs and their padded lengths; of padding alone if
+    there are no pairs."""
     trajectories = np.unique(np.array([index for index, _ in sequences], np.int64))
     bounds = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
     total = int(bounds[-1])
@@ -338,7 +339,7 @@ def _micro_batch(
 
 
 def _teacher_logprobs(batch: MicroBatch, segments: Sequence[Segment]) -> np.ndarray:
-    """float32 [T], of the targets."""
+    """float32 [T], the teacher's log-probs of the targets."""
     found_T = np.zeros(len(batch.tokens), np.float32)
     for segment, start in zip(segments, batch.cu_seqlens, strict=False):
         assert segment.teacher_logprobs is not None

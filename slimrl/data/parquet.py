@@ -7,7 +7,7 @@ from typing import Any
 from slimrl.data.rows import parse_rows
 
 BATCH_ROWS = 1024
-"""Rows that are decoded at a time."""
+"""Number of rows that are decoded at a time."""
 
 
 def read_parquet[T](path: Path, parse: Callable[[dict[str, Any], int], T]) -> list[T]:

@@ -17,13 +17,13 @@ from slimrl.data.packing import MicroBatch
 class Piece:
     trajectory: int
     sequence: int
-    """The place of the sequence among all segments of the packed batch: pieces of a trajectory are in its order"""
+    """Index of the sequence among all segments of the packed batch: pieces of a trajectory are in its order"""
     values: dict[str, np.ndarray]
-    """float32 [S] by name"""
+    """Values of the sequence's sampled tokens by name, float32 [S] each"""
 
 
 def pieces_of(batch: MicroBatch, arrays: Mapping[str, np.ndarray]) -> list[Piece]:
-    """One for each sequence of a micro-batch, in order.
+    """The values of a micro-batch's sampled tokens, as one piece for each sequence, in order.
 
     Args:
         arrays: [T] by name, of this micro-batch.

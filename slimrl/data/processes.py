@@ -15,7 +15,7 @@ _POLL_S = 0.01
 def lives(process: psutil.Process) -> bool:
     """Whether it holds anything: memory, files, sockets."""
     try:
-        # Of several threads the first may end before the others.
+        # The first of several threads may end before the others.
         return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False

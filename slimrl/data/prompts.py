@@ -33,7 +33,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas shown to the model; None if the line has no `tools`."""
     source: str = ""
-    """`file:line`, for errors."""
+    """Place of the conversation, `file:line`, for errors."""
 
 
 def read_prompts(path: Path, keys: Mapping[str, str] | None = None) -> list[Prompt]:
@@ -129,11 +129,11 @@ class Sampler[T]:
         return taken
 
     def state(self) -> dict[str, int]:
-        """For `restore`: the epoch, the number of items taken in it, and the number of items."""
+        """State for `restore`: the epoch, the number of items taken in it, and the number of items."""
         return {"epoch": self._epoch, "index": self._index, "num_items": len(self._items)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`.
+        """Continue from a saved `state`.
 
         Raises:
             ValueError: the state is for another number of items, or of a Mixture.
@@ -154,7 +154,7 @@ class Sampler[T]:
 
 
 def _given(value: dict[str, Any]) -> dict[str, Any]:
-    """Without keys that are null; a label may be."""
+    """The row without keys that are null; a label may be null."""
     return {key: one for key, one in value.items() if one is not None or key == "label"}
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 MAX_SHOWN = 20
 """Broken rows that an error lists; the others are counted."""
 MAX_ALIKE = 3
-"""Rows with the same problem that are listed one by one."""
+"""Most rows with the same problem that are listed one by one."""
 
 
 class BrokenRows(ValueError):
-    """Several rows of a file are broken."""
+    """At least one row of a file is broken."""
 
     def __init__(self, broken: Sequence[str], noun: str = "lines") -> None:
         super().__init__(summary(broken, noun))

@@ -36,16 +36,16 @@ def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
 
 
 class ReusedThreads:
-    """Threads as those of `in_thread`, each of which waits for another call after its own, since short calls take less
-    time than the start of a thread. One without a call for IDLE_S ends."""
+    """Pool of threads as those of `in_thread`, each of which waits for another call after its own, since short calls
+    take less time than the start of a thread. One without a call for IDLE_S ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
-        """Inboxes of the threads that wait"""
+        """Inboxes of the threads that wait for a call"""
 
     def run(self, call: Callable[[], Any]) -> "asyncio.Future[Any]":
-        """As `in_thread`."""
+        """Run a call in a thread of the pool, as `in_thread` does."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._lock:
             inbox = self._idle.pop() if self._idle else None

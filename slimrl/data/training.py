@@ -15,7 +15,7 @@ class MemoryPart(str, Enum):
     weights = "weights"
     gradients = "gradients"
     optimizer = "optimizer"
-    """Main weights and moments"""
+    """Main weights and moments of the optimizer"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Layout:
     context_rank: int
     data_rank: int
     tile: int = 1
-    """This rank's tokens of a sequence are a multiple of it, for FP8 kernels"""
+    """Multiple of the tokens of a sequence on each rank, for FP8 kernels"""
 
     @property
     def is_last_stage(self) -> bool:
@@ -50,16 +50,17 @@ class Layout:
 
     @property
     def alignment(self) -> int:
-        """Every packed sequence is padded to a multiple of this many tokens."""
+        """The multiple of tokens to which every packed sequence is padded."""
         return sequence_alignment(tensor=self.tensor, context=self.context, sequence=self.sequence, tile=self.tile)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The interleaved schedule needs a multiple of the pipeline size."""
+        """The multiple of the number of micro-batches per rank: the interleaved schedule needs the pipeline size."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def sizes(self) -> dict[str, int]:
-        """The sizes alone: if two layouts have the same, a rank's state (random numbers) can be restored."""
+        """Sizes of the parallel dimensions without the rank's position: if two layouts have the same, a rank's state
+        (random numbers) can be restored."""
         others = {"rank", "tensor_rank", "pipeline_rank", "context_rank", "data_rank", "tile"}
         return {name: int(value) for name, value in asdict(self).items() if name not in others}
 
@@ -87,9 +88,9 @@ class UpdateResult:
     sums: dict[str, float]
     """The values that the loss function reported, summed over the whole update batch"""
     denominator: float
-    """What the summed loss was divided by"""
+    """Number by which the summed loss was divided"""
     grad_norm: float
-    """Before clipping; NaN or infinite if the update was skipped"""
+    """Global gradient norm before clipping; NaN or infinite if the update was skipped"""
     skipped: bool
     lr: float
     num_tokens: int
@@ -98,14 +99,14 @@ class UpdateResult:
     """Tokens of the busiest expert over the mean of its layer's experts, mean over layers: 1 is perfect balance. NaN,
     like all that follow, in a model without experts"""
     expert_load_worst: float = math.nan
-    """The same of the layer where it is largest"""
+    """Tokens of the busiest expert over the mean of its layer's experts, in the layer where this is largest"""
     expert_load_worst_layer: float = math.nan
-    """That layer's index, from 0"""
+    """Index of that layer, from 0"""
     dead_experts: float = math.nan
-    """Experts of all layers that got no token"""
+    """Number of experts of all layers that got no token"""
     router_entropy: float = math.nan
     """Entropy of the router's distribution over all experts, natural log, mean over tokens and layers"""
     replayed_fraction: float | None = None
-    """Pairs of a token and a layer whose experts were given; None without routing replay"""
+    """Fraction of the pairs of a token and a layer whose experts were given; None without routing replay"""
     replay_changed_fraction: float | None = None
-    """Of these, those for which the router would have chosen other experts"""
+    """Fraction of these pairs for which the router would have chosen other experts"""

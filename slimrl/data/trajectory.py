@@ -20,22 +20,22 @@ from slimrl.data.trajectory_checks import check_fields, checked_array
 class Status(str, Enum):
     completed = "completed"
     truncated = "truncated"
-    """Ran out of tokens or turns."""
+    """The trajectory ran out of tokens or turns."""
     aborted = "aborted"
-    """Stopped at its deadline or by the engine."""
+    """The trajectory was stopped at its deadline or by the engine."""
     failed = "failed"
     """An engine, a tool, the reward function or the teacher failed; never trained on."""
 
 
 POSTED_REWARD = "posted_reward"
-"""Key of `Trajectory.scratch`: the reward that an agent behind the gateway gave itself"""
+"""Key of `Trajectory.scratch`: the reward that an agent behind the gateway gave its trajectory"""
 
 CACHE_HITS = "tool_cache_hit_fraction"
-"""Key of `Trajectory.measured`: calls of tools that were answered from the cache of pure ones, which all episodes of a
-process share"""
+"""Key of `Trajectory.measured`: fraction of tool calls that were answered from the cache of pure tools, which all
+episodes of a process share"""
 
 STARTED_AT, ENDED_AT = "started_at", "ended_at"
-"""Keys of `Trajectory.measured`: Unix times at which it got its slot in a rollout and was scored"""
+"""Keys of `Trajectory.measured`: Unix times at which the trajectory got its slot in a rollout and was scored"""
 
 STALE_CACHE_TOKENS = "num_stale_cache_tokens"
 """Key of `Trajectory.metadata`, if there are any: sampled tokens that attended to keys and values of older weights than
@@ -46,7 +46,7 @@ the policy accepted"""
 REPLAYED_TOKENS = "num_replayed_tokens"
 """Key of `Trajectory.metadata`, if there are any: sampled tokens that a resumed run had from its checkpoint"""
 ENGINE_COUNTS = (STALE_CACHE_TOKENS, DRAFT_TOKENS, ACCEPTED_DRAFT_TOKENS, REPLAYED_TOKENS)
-"""What an engine's answers say beside their tokens"""
+"""Names of the counts in an engine's answers"""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Prompt:
     label: Any
     metadata: dict[str, Any] = field(default_factory=dict)
     source: str = ""
-    """`file:line`, for errors."""
+    """Place of the prompt, `file:line`, for errors."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class Segment:
     """One contiguous context: prompt, sampled tokens and tool results, T tokens in order."""
 
     tokens: np.ndarray
-    """int32 [T]"""
+    """int32 [T], ids of the tokens"""
     loss_mask: np.ndarray
     """bool [T], true exactly on tokens that the policy sampled, or that supervised training learns"""
     rollout_logprobs: np.ndarray
@@ -112,17 +112,17 @@ class Trajectory:
     segments: list[Segment]
     status: Status
     reward: float = float("nan")
-    """NaN until scored."""
+    """Reward of the trajectory; NaN until it is scored."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Named parts of the reward, if it has any."""
+    """Values of the reward's named parts, if it has any."""
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each turn, which `reward` does not include; empty if the task gives none."""
     turn_states: list[str] = field(default_factory=list)
     """State of the environment before each turn, equal texts for equal states; empty if unknown."""
     advantage: float | None = None
-    """Given by the task, for `algorithm.advantage: given`."""
+    """Advantage that the task gives, for `algorithm.advantage: given`; else None."""
     turn_advantages: list[float] = field(default_factory=list)
-    """The same for each turn."""
+    """Advantage of each turn that the task gives, for `algorithm.advantage: given`; else empty."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -130,10 +130,10 @@ class Trajectory:
     `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, those of ENGINE_COUNTS, `environment`,
     `gateway`, `error`, `reward_timed_out` and the task's own keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
-    """What the environment left for the reward; not part of the file format."""
+    """Values that the environment left for the reward; not part of the file format."""
     measured: dict[str, float] = field(default_factory=dict)
-    """What depends on the clock, and is not part of the file format, so that a deterministic run repeats its files:
-    seconds of the environment (`start_s`, `step_s`, `close_s`), `tool_cache_hit_fraction`, `started_at` and
+    """Measurements that depend on the clock, and are not part of the file format, so that a deterministic run repeats
+    its files: seconds of the environment (`start_s`, `step_s`, `close_s`), `tool_cache_hit_fraction`, `started_at` and
     `ended_at`."""
 
     @property
@@ -160,7 +160,7 @@ class Trajectory:
 
 _ARRAYS = tuple(one.name for one in fields(Segment))
 _OPTIONAL = ("routed_experts", "teacher_logprobs")
-"""May be null."""
+"""Arrays of a segment that may be null."""
 
 _NOT_IN_FILES = ("scratch", "measured")
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 LOOK_S = 0.05
-"""How often a call that waits is looked at when its time is up."""
+"""Seconds between two looks at a call that still waits when its time is up."""
 
 
 class Waits:
@@ -30,7 +30,7 @@ class Waits:
             self._number, self._since = self._number + number, now
 
     def left_s(self, ends_at: float) -> float:
-        """Until the call is late, as it looks now; LOOK_S or more while it waits."""
+        """Seconds until the call is late, as it looks now; LOOK_S or more while it waits."""
         with self._lock:
             now = time.monotonic()
             if self._number:

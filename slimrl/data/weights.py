@@ -18,11 +18,12 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As in torch, without the prefix: float32, bfloat16."""
+    """Dtype as in torch, without the prefix: float32, bfloat16."""
     fused_group: str | None = None
-    """Neighbouring tensors with the same name here travel in one bucket, because engines fuse them."""
+    """Name of the group of neighbouring tensors that travel in one bucket, because engines fuse them; None for a tensor
+    alone."""
     mtp: bool = False
-    """It belongs to a layer for multi-token prediction: engines hold it in their draft model."""
+    """Whether it belongs to a layer for multi-token prediction: engines hold it in their draft model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,10 @@ class TensorPart:
     """A tensor, or some of its rows, within a bucket."""
 
     spec: TensorSpec
-    """The whole tensor."""
+    """Spec of the whole tensor."""
     start: int
     stop: int
-    """Rows along dimension 0, `stop` excluded; a scalar has one row."""
+    """End of the part's rows along dimension 0, excluded; a scalar has one row."""
     offset: int
     """Byte offset in the bucket, aligned to the element size; 0 before it is in one."""
     nbytes: int
@@ -96,13 +97,14 @@ class SourcePiece:
 
     region: Region
     holders: tuple[int, ...]
-    """Their ranks, ascending."""
+    """Trainer ranks that hold the block, ascending."""
     first_row: int = 0
-    """Of the region, among the rows that a holder has of the tensor; above 0 if it has several pieces."""
+    """Index of the region's first row among the rows that a holder has of the tensor; above 0 if it has several
+    pieces."""
 
 
 SourceLayout = Mapping[TensorSpec, tuple[SourcePiece, ...]]
-"""Where each Hugging Face tensor lies in the trainer, in export order.
+"""The blocks of each Hugging Face tensor and the trainer ranks that hold them, in export order.
 
 The pieces of a tensor cover it without overlap. A rank holds at most one of them, or one of each section of rows if
 sections are sharded one by one.
@@ -111,13 +113,13 @@ sections are sharded one by one.
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlace:
-    """Where an engine runs."""
+    """The nodes and ranks of an engine."""
 
     name: str
     nodes: tuple[str, ...]
     """Names of the nodes on which its processes run."""
     num_ranks: int = 1
-    """Its processes: the tensor-parallel size"""
+    """Number of the engine's processes, its tensor-parallel size"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,17 +127,17 @@ class GroupSpec:
     """A broadcast group of the trainer's sender, which is rank 0, and the engines' receivers."""
 
     name: str
-    """Unique in a run."""
+    """Name of the group, unique in a run."""
     address: str
     port: int
-    """Of the sender's TCPStore, through which the members find each other."""
+    """Port of the sender's TCPStore, through which the members find each other."""
     world_size: int
     backend: str
-    """nccl or gloo"""
+    """Backend of the group: nccl or gloo"""
     bucket_bytes: int
-    """Of the largest bucket."""
+    """Size of the largest bucket."""
     timeout_s: float
-    """Deadline for joining, and for one broadcast."""
+    """Deadline for joining the group, and for one broadcast."""
 
 
 def piece_of(groups: Any, piece: SourcePiece) -> Any:
@@ -236,5 +238,5 @@ class EngineControl(Protocol):
         ...
 
     def draft_fingerprints(self, names: list[str]) -> dict[str, str]:
-        """The same of the engine's draft model."""
+        """Hashes of loaded weights of the engine's draft model, by Hugging Face name."""
         ...

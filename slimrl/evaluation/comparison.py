@@ -29,11 +29,11 @@ class PairedMeasure:
     a: float
     b: float
     difference: float
-    """b - a."""
+    """Difference of the means, b - a."""
     interval: tuple[float, float]
-    """Ends of its 95% interval."""
+    """Ends of the difference's 95% interval."""
     better: int
-    """Prompts with a higher score in B."""
+    """Number of prompts with a higher score in B."""
     worse: int
 
 
@@ -42,7 +42,7 @@ class SetComparison:
     name: str
     num_prompts: int
     measures: dict[str, PairedMeasure]
-    """By the measures of `prompt_scores` that both evaluations have."""
+    """Comparison of each measure of `prompt_scores` that both evaluations have, by its name."""
 
 
 def compare(folder_a: EvalFolder, folder_b: EvalFolder) -> list[SetComparison]:

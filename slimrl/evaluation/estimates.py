@@ -13,12 +13,12 @@ from slimrl.data.trajectory import Status
 from slimrl.evaluation.item import Item
 
 RESAMPLES = 10_000
-"""Of the bootstrap. The ends of the interval then vary by about 1% of its width with the seed."""
+"""Number of resamples of the bootstrap. The ends of the interval then vary by about 1% of its width with the seed."""
 
 CONFIDENCE = 0.95
 
 _DRAWS_AT_ONCE = 1 << 20
-"""Prompts drawn at a time, which bounds the memory."""
+"""Number of prompts drawn at a time, which bounds the memory."""
 
 
 def pass_at(num_samples: int, num_passed: int, k: int) -> float:

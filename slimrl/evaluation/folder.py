@@ -10,15 +10,15 @@ class EvalFolder:
 
     @property
     def record(self) -> Path:
-        """What the evaluation is of."""
+        """File that says what the evaluation is of."""
         return self.path / "evaluation.json"
 
     @property
     def items(self) -> Path:
-        """One line for each finished trajectory."""
+        """File with one line for each finished trajectory."""
         return self.path / "items.jsonl"
 
     @property
     def summary(self) -> Path:
-        """The results; there when the evaluation is complete."""
+        """File of the results; there when the evaluation is complete."""
         return self.path / "summary.json"

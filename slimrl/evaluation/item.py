@@ -1,4 +1,5 @@
-"""One finished trajectory of an evaluation, as a line of items.jsonl and in all figures of an evaluation."""
+"""Items of an evaluation: one is a finished trajectory, as a line of items.jsonl and in all figures of an
+evaluation."""
 
 import json
 import math
@@ -21,17 +22,17 @@ class Item:
     sample: int
     status: Status
     reward: float
-    """0 if the trajectory failed."""
+    """Reward of the trajectory; 0 if it failed."""
     rewards: dict[str, float]
-    """Named parts of the reward, if it has any."""
+    """Values of the reward's named parts, if it has any."""
     num_turns: int
     num_sampled_tokens: int
     turn_tokens: list[int]
-    """Sampled tokens of each turn."""
+    """Number of sampled tokens of each turn."""
     tool_calls: dict[str, dict[str, int]]
     """`calls`, `errors` and `malformed` of each tool that was called."""
     error: str | None
-    """Why the trajectory failed or was aborted."""
+    """Cause of a trajectory that failed or was aborted; None for others."""
     messages: list[dict[str, Any]]
 
     @property
@@ -40,7 +41,7 @@ class Item:
 
     @property
     def broke(self) -> bool:
-        """Failed or aborted, so that another attempt may end otherwise."""
+        """Whether the trajectory failed or was aborted, so that another attempt may end otherwise."""
         return self.status in (Status.failed, Status.aborted)
 
 
@@ -68,7 +69,7 @@ def item_of(trajectory: Trajectory, key: Key) -> Item:
 
 
 def item_keys(set_name: str, prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Key]:
-    """Of all items of a set, ordered by prompt and sample."""
+    """Keys of all items of a set, ordered by prompt and sample."""
     return [(set_name, prompt.prompt_id, sample) for prompt in prompts for sample in range(samples_per_prompt)]
 
 

@@ -49,7 +49,7 @@ class Items:
         return [key for key in keys if key not in self._items]
 
     def of(self, keys: Sequence[Key]) -> list[Item]:
-        """In the order of the keys, all of which are finished."""
+        """The items of these keys in their order; all of them must be finished."""
         return [self._items[key] for key in keys]
 
     def write_in_order(self, keys: Sequence[Key]) -> None:

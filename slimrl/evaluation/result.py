@@ -15,18 +15,18 @@ from slimrl.evaluation.item import Item
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRow:
-    """The trajectories of a set at one turn."""
+    """Figures of a set's trajectories at one turn."""
 
     turn: int
-    """From 1."""
+    """Number of the turn, from 1."""
     reached: int
-    """Trajectories that have this turn."""
+    """Number of trajectories that have this turn."""
     ended: int
-    """Those for which it is the last one."""
+    """Number of trajectories for which it is the last turn."""
     reward_mean: float | None
-    """Of those that ended; None if none did."""
+    """Mean reward of the trajectories that ended at this turn; None if none did."""
     tokens_mean: float
-    """Sampled tokens of the turn, over those that have it."""
+    """Mean of the sampled tokens of the turn, over the trajectories that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class ToolRow:
 
     calls: int
     errors: int
-    """Calls that were answered with an error message."""
+    """Number of calls that were answered with an error message."""
     malformed: int
-    """Those of the errors for which the call itself was wrong."""
+    """Number of these errors for which the call itself was wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,13 @@ class SetResult:
     num_prompts: int
     samples_per_prompt: int
     means: dict[str, float]
-    """By the measures of `prompt_scores`; a failed trajectory counts as 0."""
+    """Mean of each measure of `prompt_scores`, by its name; a failed trajectory counts as 0."""
     intervals: dict[str, tuple[float, float]]
     """Ends of the 95% interval of each mean."""
     turns_mean: float
     tool_calls_mean: float
     tokens_mean: float
-    """Sampled tokens of a trajectory."""
+    """Mean number of sampled tokens of a trajectory."""
     truncated_fraction: float
     aborted_fraction: float
     failed_fraction: float
@@ -60,7 +60,7 @@ class SetResult:
     tools: dict[str, ToolRow]
 
     def to_json(self) -> dict[str, Any]:
-        """The means stand beside the other figures."""
+        """The result as JSON, with the means among the other figures."""
         value = asdict(self)
         means = value.pop("means")
         head = {name: value.pop(name) for name in ("name", "num_prompts", "samples_per_prompt")}
@@ -111,7 +111,7 @@ def turn_rows(items: Sequence[Item]) -> list[TurnRow]:
 
 
 def tool_rows(items: Sequence[Item]) -> dict[str, ToolRow]:
-    """By the name of the tool."""
+    """Figures of each tool's calls, by the name of the tool."""
     names = sorted({name for item in items for name in item.tool_calls})
     return {
         name: ToolRow(

@@ -5,7 +5,7 @@
 3. The bytes follow over gloo too, or, between GPUs, over NCCL, once all members have told each other over gloo that
    they are ready for them. So no kernel of NCCL runs that waits for anything but the network.
 
-The process groups are bare ones beside torch's default group, which spans only the trainer or only the engine.
+The process groups are bare ones, independent of torch's default group, which spans only the trainer or only the engine.
 """
 
 import socket
@@ -25,9 +25,9 @@ from slimrl.data.weights import GroupSpec
 from slimrl.ipc.nccl_group import NcclGroup
 
 _BACKLOG = 2048
-"""As torch has it"""
+"""Backlog of the store's socket, as torch has it"""
 RECEIVER_BUFFERS = 2
-"""Buckets that a receiver has room for."""
+"""Number of buckets that a receiver has room for."""
 
 _ERRORS = (RuntimeError, dist.DistError)
 """What torch raises for a member that left or is late."""
@@ -38,7 +38,7 @@ class GroupError(Exception):
 
 
 class BroadcastGroup:
-    """One member: the sender or a receiver. One thread at a time uses it; any thread may drop it."""
+    """One member of the group: the sender or a receiver. One thread at a time uses it; any thread may drop it."""
 
     def __init__(self, spec: GroupSpec, rank: int, store: Any = None) -> None:
         """Returns when all members have joined.
@@ -147,7 +147,8 @@ def serve_store(address: str, world_size: int, timeout_s: float) -> Any:
 
 
 def _start(call: Callable[[], None], name: str) -> None:
-    """In a thread; while the interpreter waits for its threads before its end, which begins no others, here."""
+    """Run a call in a thread; or here, while the interpreter waits for its threads before its end, since it begins no
+    others then."""
     try:
         threading.Thread(target=call, name=name).start()
     except RuntimeError:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Read by torch when it makes a group; 0: a late broadcast does not end the process."""
+"""Environment variable that torch reads when it makes a group; 0: a late broadcast does not end the process."""
 
 
 class NcclGroup:
-    """One member, on the current device."""
+    """One member of the group, on the current device."""
 
     def __init__(self, keys: Any, rank: int, world_size: int, timeout: timedelta) -> None:
         options = dist.ProcessGroupNCCL.Options()
@@ -30,7 +30,7 @@ class NcclGroup:
         self._stream = torch.cuda.Stream()
 
     def broadcast(self, tensor: Tensor, timeout: timedelta) -> None:
-        """From rank 0; returns when the tensor may be written, or read.
+        """Broadcast a tensor from rank 0; returns when the tensor may be written, or read.
 
         The first one connects the members, for which there is no deadline: a member that is lost meanwhile keeps this
         call waiting, which whoever waits for its thread has to expect.

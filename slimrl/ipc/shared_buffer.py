@@ -29,7 +29,8 @@ SHARED_MEMORY_DIR = Path("/dev/shm")
 FILE_NAME = re.compile(r"slimrl-[A-Za-z0-9_.]{1,64}-\d+-\d+")
 
 CUDA_PREFIX = "cuda-ipc:"
-"""Before a JSON object of the arguments of UntypedStorage._new_shared_cuda that follow its device."""
+"""Prefix of a CUDA segment. A JSON object follows: the arguments of UntypedStorage._new_shared_cuda after its
+device."""
 _HANDLE: dict[str, Any] = {
     "handle": bytes,
     "size_bytes": int,
@@ -39,12 +40,12 @@ _HANDLE: dict[str, Any] = {
     "event_handle": bytes,
     "event_sync_required": bool,
 }
-"""Those arguments in their order, bytes as base64."""
+"""Names and types of those arguments in their order; bytes are written as base64."""
 
 
 class SharedBuffer(Protocol):
     tensor: Tensor
-    """uint8 [nbytes]"""
+    """uint8 [nbytes], the buffer"""
 
     def segment(self) -> str:
         """The argument of `open_shared`; earlier writes to `tensor` are visible there."""
@@ -102,7 +103,7 @@ class CudaBuffer:
         return self._segment
 
     def close(self) -> None:
-        """The last reference to `tensor` frees the memory."""
+        """Do nothing: the last reference to `tensor` frees the memory."""
 
 
 def shared_buffer(nbytes: int, name: str, device: torch.device) -> SharedBuffer:

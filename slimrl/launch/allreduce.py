@@ -24,7 +24,7 @@ from slimrl.launch.preflight import interface_environment, local_addresses, node
 from slimrl.launch.reports import NodeReport, write_report
 
 ELEMENTS = 4 * 2**20
-"""Of the summed tensor: 16 MiB, too large for NCCL's low-latency protocols."""
+"""Number of elements of the summed tensor: 16 MiB, too large for NCCL's low-latency protocols."""
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from slimrl.launch.reports import LaunchError, NodeReport, Selection, read_repor
 from slimrl.launch.slurm import Allocation
 
 START_S = 60.0
-"""Added to the deadline of the all-reduce: for srun, and for importing torch from a shared file system."""
+"""Seconds added to the deadline of the all-reduce: for srun, and for importing torch from a shared file system."""
 
 
 class AllReduceProbe:
@@ -65,7 +65,7 @@ class AllReduceProbe:
 
     @property
     def ray_address(self) -> str:
-        """HOST:PORT of the head."""
+        """Address HOST:PORT of the cluster's head."""
         return f"{self._address(self.nodes[0])}:{port_block(self._allocation.job_id).port('gcs')}"
 
     def plan(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class AllReduceProbe:
         return next(iter(self._passed[node].addresses))
 
     def _bad_nodes(self, good: Sequence[str]) -> dict[str, str]:
-        """The bad ones of all nodes that may be used, and how each failed.
+        """Bad nodes among those that may be used, and how each failed.
 
         Raises:
             LaunchError: the failure cannot be put down to any node.

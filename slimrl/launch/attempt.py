@@ -30,7 +30,7 @@ END_TIMEOUT_S = 60.0
 """How long a step may take to end by itself, before srun gets SIGTERM; and then srun, before it gets SIGKILL."""
 
 MOST_UNOPENED = 5
-"""After this many attempts in a row that were ended before their command opened the run, the job ends."""
+"""Largest number of attempts in a row that may end before their command opened the run; then the job ends."""
 
 POLL_S = 0.2
 TAIL_LINES = 5
@@ -207,7 +207,7 @@ def start_step(
 def start_alone(
     folder: AttemptFolder, options: argparse.Namespace, name: str, node: str, module: str, *arguments: str
 ) -> Step:
-    """As start_step on one node, whose output srun brings to the batch host.
+    """Start a step as start_step does, but on one node, whose output srun brings to the batch host.
 
     A node that cannot start a task, or cannot open a log on the shared file system, ends the whole srun. So nodes that
     may be bad get an srun each.

@@ -22,9 +22,9 @@ RUN, PREEMPT, END = "run", "preempt", "end"
 
 POLL_S = 1.0
 UNREADABLE_S = 120.0
-"""If the control file cannot be read for longer than this, the command is ended."""
+"""Seconds for which the control file may be unreadable before the command is ended."""
 END_TIMEOUT_S = 20.0
-"""From SIGTERM to SIGKILL, for a command that has something to save or to tidy up."""
+"""Seconds from SIGTERM to SIGKILL, for a command that has something to save or to tidy up."""
 
 
 def run_under_control(
@@ -66,7 +66,7 @@ def run_under_control(
 
 
 class _Words:
-    """Reads the control file; while the file system fails, repeats the last word."""
+    """Reader of the control file; while the file system fails, it repeats the last word."""
 
     def __init__(self, control: Path) -> None:
         self._control, self._word = control, RUN

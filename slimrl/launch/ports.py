@@ -32,7 +32,7 @@ NAMED = (
 
 @dataclass(frozen=True)
 class PortBlock:
-    """Ports `first` to `last`, both included."""
+    """A block of ports, `first` to `last`, both included."""
 
     first: int
 
@@ -50,7 +50,7 @@ class PortBlock:
 
 
 def port_block(job_id: int, lane: int = 0) -> PortBlock:
-    """The block of a job.
+    """The block of a job's ports.
 
     Args:
         lane: 0, 1, ... for nodes of the job that share one address.

@@ -19,10 +19,10 @@ from slimrl.launch.ports import PortBlock
 from slimrl.launch.reports import NodeReport, write_report
 
 PACKAGES = ("slimrl", "torch", "megatron-core", "sglang", "ray", "transformers", "safetensors", "transformer-engine")
-"""Their versions must be equal on all nodes."""
+"""Packages whose versions must be equal on all nodes."""
 
 MAX_USED_MIB = 2048
-"""GPU memory that the driver itself may use; more than this belongs to another program."""
+"""Largest GPU memory in MiB that the driver itself may use; more than this belongs to another program."""
 
 COMMAND_TIMEOUT_S = 60.0
 

@@ -23,7 +23,7 @@ from slimrl.launch.ports import PortBlock
 from slimrl.launch.preflight import interface_environment, node_name
 
 TEMP = "/tmp"
-"""On the node's own disk, whatever TMPDIR says, and short: the path of a socket has at most 107 bytes."""
+"""Folder on the node's own disk, whatever TMPDIR says, and short: the path of a socket has at most 107 bytes."""
 
 HEAD_TIMEOUT_S = 180.0
 """How long other nodes wait for the head to listen."""
@@ -33,7 +33,7 @@ RAY_GIVES_UP_S = 30.0
 """How long `ray start` itself, which has no option for it, waits for its node before it ends as failed."""
 
 END_TIMEOUT_S = 5.0
-"""From SIGTERM to SIGKILL: Ray has nothing to save then, but a node whose head has gone first waits for it."""
+"""Seconds from SIGTERM to SIGKILL: Ray has nothing to save then, but a node whose head has gone first waits for it."""
 
 STARTED = "ray_current_cluster"
 """File that `ray start` writes into its temporary folder when the node has joined."""
@@ -145,7 +145,8 @@ def ray_command(plan: dict[str, Any], node: str, temp_dir: Path) -> list[str]:
 
 
 def client_server_option(port: int) -> list[str]:
-    """Where Ray's client server listens, which slimrl does not use but Ray starts, by default on one port for all jobs.
+    """Option for the port of Ray's client server, which slimrl does not use but Ray starts, by default on one port for
+    all jobs.
 
     Without grpc, which not every installation has, Ray has no such server and refuses the option.
     """

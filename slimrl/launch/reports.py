@@ -22,26 +22,26 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Written by the node itself."""
+    """The result of a node's checks, written by the node itself."""
 
     node: str
     problems: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    """Of packages, Python and the GPU driver; `absent` if not installed."""
+    """Versions of packages, Python and the GPU driver; `absent` if not installed."""
     addresses: dict[str, str] = field(default_factory=dict)
-    """IPv4 address -> network interface"""
+    """Network interface of each IPv4 address"""
     gpus: int = 0
     cores: int = 0
     free_gib: float = 0.0
-    """Available memory"""
+    """Available memory in GiB"""
 
 
 @dataclass(frozen=True)
 class Selection:
     used: list[str]
-    """The head first"""
+    """Names of the nodes that the job uses, the head first"""
     bad: dict[str, str]
-    """Node -> reason"""
+    """Reason why each bad node is left out, by its name"""
 
 
 def write_report(folder: Path, report: NodeReport) -> None:

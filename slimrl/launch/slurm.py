@@ -35,11 +35,11 @@ class Allocation:
     """Number of requeues so far"""
     nodes: list[str]
     hosts: dict[str, str]
-    """Node -> host name by which others reach it"""
+    """Host name by which others reach each node, by the node's name"""
 
 
 def this_allocation() -> Allocation:
-    """From the environment and scontrol.
+    """Read this job's allocation from the environment and scontrol.
 
     Raises:
         LaunchError: this is not a SLURM job, or scontrol does not answer.

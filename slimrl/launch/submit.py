@@ -13,20 +13,20 @@ from slimrl.launch.reports import LaunchError
 from slimrl.runtime.cluster.placement import place_on_fewest
 
 SIGNAL_S = 300
-"""How long before its time limit SLURM asks a job for a checkpoint."""
+"""Seconds before its time limit at which SLURM asks a job for a checkpoint."""
 
 MARGIN_S = 60
-"""The part of it that is kept for the requeue."""
+"""Seconds of SIGNAL_S that are kept for the requeue."""
 
 FLAGS = ("--exclusive", "--requeue")
-"""sbatch options of every job."""
+"""Options of sbatch that every job has."""
 
 REFUSED = {
     "no-requeue": "a preempted job has to be requeued",
     "array": "each job of the array would be the same run",
     "wrap": "it replaces the job script",
 }
-"""sbatch options that no job may have -> why."""
+"""Options of sbatch that no job may have -> why."""
 
 PASSED_ON = (
     *("spares", "gpus_per_node", "log_dir", "venv", "container", "container_mounts", "cores_per_node"),
@@ -37,28 +37,28 @@ PASSED_ON = (
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """Settings of a job beside its recipe."""
+    """Settings of a job that are not in its recipe."""
 
     nodes: int
-    """Without spares"""
+    """Number of nodes without spares"""
     spares: int = 0
     gpus_per_node: int = 8
     partition: str | None = None
     account: str | None = None
     time: str | None = None
-    """Limit in SLURM's form, such as 1-12:00:00"""
+    """Time limit in SLURM's form, such as 1-12:00:00"""
     container: str | None = None
     container_mounts: str | None = None
     venv: Path | None = None
     log_dir: Path = Path("runs/slurm")
     cores_per_node: int | None = None
-    """None for the default of slimrl/launch/options.py; so are the following."""
+    """Number of cores per node; None for the default of slimrl/launch/options.py, as for the following."""
     min_free_gib: float | None = None
     object_store_gib: float | None = None
     preflight_timeout_s: float | None = None
     allreduce_timeout_s: float | None = None
     sbatch: tuple[str, ...] = ()
-    """Further sbatch options, each `--NAME` or `--NAME=VALUE`"""
+    """Further options of sbatch, each `--NAME` or `--NAME=VALUE`"""
     signal_s: int = SIGNAL_S
     name: str | None = None
     """The run's name, after which the job is named; None for that of the recipe's file"""

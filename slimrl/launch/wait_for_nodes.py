@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 TIMEOUT_S = 300.0
-"""How long the nodes may take."""
+"""Seconds that the nodes may take."""
 
 POLL_S = 0.5
 

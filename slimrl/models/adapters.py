@@ -14,7 +14,7 @@ ADAPTERS = "adapters"
 """Name of the module, in a linear layer of Megatron, that holds its adapters."""
 
 PEFT_PREFIX = "base_model.model."
-"""Before each name in a file of PEFT."""
+"""Prefix of each name in a file of PEFT."""
 
 
 def is_adapter(megatron_name: str) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 _SHARED = ("model.embed_tokens.weight", "lm_head.weight")
-"""They are the parameters of the engine's model itself."""
+"""Tensors that draft models share with the engine's model: they are parameters of that one."""
 
 
 def layer_name(model_class: str, config: Any, name: str) -> str:
-    """The name that a parameter would have if the engine's model held the layer.
+    """The name that a draft model's parameter would have if the engine's model held the layer.
 
     Args:
         model_class: name of the class of SGLang's model. The names of other models than drafts stay as they are.

@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor lies in a loaded SGLang model, which fuses parameters.
+"""The place of each Hugging Face tensor in a loaded SGLang model, which fuses parameters.
 
 One table: pattern of engine names -> the Hugging Face tensors in such a parameter, and how the engine's ranks shard
 them. A parameter that matches no rule has its Hugging Face name, and every rank holds it whole.
@@ -26,21 +26,23 @@ class EngineShape:
     num_experts: int
     vocab_size: int
     tensor_parallel: int = 1
-    """Ranks of the engine."""
+    """Number of ranks of the engine."""
     expert_parallel: int = 1
-    """Groups of neighbouring ranks; each group holds an equal part of the experts and shards each of these."""
+    """Number of groups of neighbouring ranks; each group holds an equal part of the experts and shards each of
+    these."""
     attention_data_parallel: int = 1
-    """Groups of neighbouring ranks; each group holds and shards the whole of attention and of the embedding."""
+    """Number of groups of neighbouring ranks; each group holds and shards the whole of attention and of the
+    embedding."""
     q_latent: int = 0
     """Rows of DeepSeek's down projection of queries; 0 if there is none."""
     kv_latent: int = 0
-    """Rows of its down projection of keys and values, with the rotated key."""
+    """Rows of DeepSeek's down projection of keys and values, with the rotated key; 0 if there is none."""
     expert_width: int = 0
     """Intermediate size of an expert."""
     shared_width: int = 0
-    """Of the shared experts together."""
+    """Intermediate size of the shared experts together."""
     dense_width: int = 0
-    """Of a dense layer."""
+    """Intermediate size of a dense layer."""
     convolved: tuple[int, ...] = ()
     """Channels of the queries, keys and values of a gated delta net, which go through a convolution."""
     tile_rows: int = FP8_BLOCK[0]
@@ -50,13 +52,13 @@ class EngineShape:
     def of_config(
         cls, config: Any, tensor_parallel: int, expert_parallel: int = 1, attention_data_parallel: int = 1
     ) -> "EngineShape":
-        """From a Hugging Face config; families name the number of experts differently."""
+        """The shape that a Hugging Face config gives; families name the number of experts differently."""
 
         def first(*names: str) -> int:
             return next((value for name in names if (value := getattr(config, name, None))), 0)
 
         quantization: dict[str, Any] = getattr(config, "quantization_config", None) or {}
-        # On a CPU SGLang pads widths so that they divide among ranks, and keeps the original ones beside them.
+        # On a CPU SGLang pads widths so that they divide among ranks, and keeps the original ones next to them.
         expert_width = first("original_moe_intermediate_size", "moe_intermediate_size")
         keys = first("linear_num_key_heads") * first("linear_key_head_dim")
         values = first("linear_num_value_heads") * first("linear_value_head_dim")
@@ -101,27 +103,28 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSlice:
-    """One Hugging Face tensor within an engine parameter."""
+    """The place of one Hugging Face tensor in an engine parameter."""
 
     hf_name: str
     expert: int | None = None
-    """Index into the parameter's first dimension."""
+    """Index of the expert in the parameter's first dimension; None for a tensor of no expert."""
     ranks: range | None = None
-    """Ranks that hold it or a shard of it; None for all."""
+    """Ranks that hold the tensor or a shard of it; None for all."""
     part: tuple[int, int, int] | None = None
-    """(first, end, of): the rows in units of 1 / `of` of all rows, once `expert` is selected."""
+    """Rows of the tensor in the parameter as (first, end, of): in units of 1 / `of` of all rows, once `expert` is
+    selected."""
     shard_dim: int | None = None
     """Dimension that these ranks shard; None if each holds the whole."""
     groups: int = 1
-    """Groups of these ranks, neighbours, each of which shards the whole tensor."""
+    """Number of groups of these ranks, neighbours, each of which shards the whole tensor."""
     replicas: int = 1
-    """Neighbouring ranks of a group that hold the same shard."""
+    """Number of neighbouring ranks of a group that hold the same shard."""
     size: int | None = None
     """Unpadded size of the whole tensor along `shard_dim`, if the engine may pad it."""
     first_row: int = 0
     """Row of the whole tensor with which this slice and its shards on the other ranks begin."""
     in_model_dtype: bool = False
-    """It arrives in the dtype of the embedding, though an engine may hold it in float32."""
+    """Whether the tensor arrives in the dtype of the embedding, though an engine may hold it in float32."""
 
     def holding(self, rank: int, tensor_parallel: int) -> Holding | None:
         """The shard of the tensor that a rank has; None if it has none."""
@@ -134,7 +137,7 @@ class EngineSlice:
         return Holding(shard=shard, shards=size // copies, copy=group * copies + copy)
 
     def num_copies(self, tensor_parallel: int) -> int:
-        """Ranks that hold the same shard, or the whole tensor."""
+        """Number of ranks that hold the same shard, or the whole tensor."""
         if self.shard_dim is None:
             return len(self.ranks or range(tensor_parallel))
         return self.groups * self.replicas
@@ -182,12 +185,13 @@ def _qkv(match: re.Match[str], shape: EngineShape, *, hf_path: str = "", per_que
 
 
 def _gated_qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    """Qwen3-Next's, which SGLang holds in the layer itself; each query head has a gate of its output."""
+    """Slices of Qwen3-Next's attention projection, which SGLang holds in the layer itself; each query head has a gate
+    of its output."""
     return _qkv(match, shape, hf_path=".self_attn", per_query=2)
 
 
 def _in_layer(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    """The rest of Qwen3-Next's attention."""
+    """Slices of the other parameters of Qwen3-Next's attention."""
     layer, name, suffix = match.groups()
     return [EngineSlice(hf_name=f"{layer}.self_attn.{name}.{suffix}", shard_dim=1 if name == "o_proj" else None)]
 
@@ -276,7 +280,7 @@ _ATTENTION_RULES: list[tuple[str, _Rule]] = [
     (r".+\.o_proj\.(weight|weight_scale_inv)", _unfused(shard_dim=1)),
     (r"(.+\.embed_tokens)\.weight", _vocabulary),
 ]
-"""Of attention and the embedding, which SGLang shards among the ranks that share requests."""
+"""Rules of attention and the embedding, which SGLang shards among the ranks that share requests."""
 
 _OTHER_RULES: list[tuple[str, _Rule]] = [
     (rf"(.+\.experts)\.w13_{_SUFFIX}", _gate_up),

@@ -12,13 +12,14 @@ from slimrl.models.weight_map import WeightMap
 
 
 class FamilyModule(Protocol):
-    """A file of `families/`."""
+    """What a file of `families/` defines."""
 
     def megatron_config(self, hf_config: dict[str, Any]) -> MegatronModelConfig: ...
 
     @property
     def weight_map(self) -> Callable[..., WeightMap]:
-        """Called with a Hugging Face config and the padded vocabulary, and `mtp` if `has_mtp`."""
+        """Function of a Hugging Face config and the padded vocabulary, and of `mtp` if `has_mtp`, that gives the weight
+        map."""
         ...
 
 
@@ -26,7 +27,7 @@ class FamilyModule(Protocol):
 class Family:
     name: str
     model_types: tuple[str, ...]
-    """Values of `model_type` in config.json."""
+    """Values of `model_type` in config.json that belong to the family."""
     module: FamilyModule
     has_mtp: bool = False
     """Whether its models may have layers for multi-token prediction."""
@@ -37,7 +38,7 @@ class Family:
     writes."""
 
     def megatron_config(self, hf_config: dict[str, Any]) -> MegatronModelConfig:
-        """Raises ValueError naming what in the config is not supported."""
+        """Megatron's configuration of a model. Raises ValueError naming what in the config is not supported."""
         return self.module.megatron_config(hf_config)
 
     def weight_map(
@@ -53,7 +54,7 @@ class Family:
         return self.module.weight_map(hf_config, padded_vocab_size, **options)
 
     def hf_tensor_specs(self, hf_config: dict[str, Any], *, mtp: bool = False) -> list[TensorSpec]:
-        """Every tensor of the checkpoint in export order, in the checkpoint's dtype."""
+        """Specs of all tensors of the checkpoint in export order, in the checkpoint's dtype."""
         return self.weight_map(hf_config, mtp=mtp).specs(dtype_name(hf_config))
 
 
@@ -82,7 +83,7 @@ FAMILIES = (
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:
-    """The family of a config.
+    """The family of a Hugging Face config.
 
     Raises:
         ValueError: its `model_type` is missing or not supported.

@@ -13,17 +13,17 @@ from slimrl.config.hub import CONFIG_FILES, cached, hub_model
 from slimrl.models.published_index import is_stored_in_fp8
 
 FP8_SUFFIX = "-FP8"
-"""Ends the name of a published model's checkpoint in block FP8."""
+"""End of the name of a published model's checkpoint in block FP8."""
 
 PLAIN_SUFFIX = "-BF16"
-"""Ends the name of a cast of a model that is published in block FP8, in either case."""
+"""End of the name of a plain cast of a model that is published in block FP8, in either case."""
 
 OF_SAME_SIZES = dict.fromkeys(("DeepSeek-R1", "DeepSeek-V3-0324", "DeepSeek-V3.1"), "DeepSeek-V3")
 """Published model -> the one whose config and tensors it has. V3.1's scales of FP8 are powers of two, which no size
 depends on."""
 
 SCALE_SUFFIX = "_scale_inv"
-"""Appended to the name of a tensor in block FP8, gives the name of its scales."""
+"""Suffix that makes the name of the scales from that of a tensor in block FP8."""
 
 FP8_BLOCK = (128, 128)
 """Default rows and columns of a tile, which has one scale."""
@@ -38,7 +38,7 @@ BLOCK_FP8 = {
 """`quantization_config` of such a checkpoint, as quantization/fp8.py writes it."""
 
 DEFAULT_DTYPE = "float32"
-"""Of a checkpoint whose config names no dtype."""
+"""Dtype of a checkpoint whose config names none."""
 
 
 def required(hf_config: dict[str, Any], *names: str) -> Any:

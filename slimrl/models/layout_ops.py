@@ -36,7 +36,7 @@ class LayoutOp(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """One tensor, equal on both sides."""
+    """Layout of one tensor that is equal on both sides."""
 
     def to_megatron(self, *weights: Tensor) -> Tensor:
         (weight,) = weights
@@ -141,6 +141,6 @@ class DeltaNetInput:
 
     @property
     def rows(self) -> tuple[list[int], list[int]]:
-        """Of a key head, by Hugging Face tensor."""
+        """Rows of one key head by part, for each of the two Hugging Face tensors."""
         values = self.values_per_key * self.value_dim
         return [self.key_dim, self.key_dim, values, values], [self.values_per_key] * 2

@@ -28,7 +28,7 @@ class MegatronModelConfig:
 def grouped_query_config(
     hf_config: dict[str, Any], *, rotary_percent: float = 1.0, mtp_layers: int = 0, **transformer: Any
 ) -> MegatronModelConfig:
-    """For a decoder with grouped-query attention; `transformer` is what the family adds.
+    """Megatron's settings for a decoder with grouped-query attention; `transformer` is what the family adds.
 
     Raises:
         ValueError: as decoder_config; or positions scaled in another way than Llama 3.1's.
@@ -52,7 +52,8 @@ def decoder_config(
     llama3_rope_factor: float | None = None,
     mtp_layers: int = 0,
 ) -> MegatronModelConfig:
-    """For a decoder with RMSNorm and gated MLPs; `transformer` has the rest: attention, experts, biases.
+    """Megatron's settings for a decoder with RMSNorm and gated MLPs; `transformer` has the rest: attention, experts,
+    biases.
 
     Raises:
         ValueError: an activation other than SiLU, sliding windows, biases or partial rotation that the arguments do

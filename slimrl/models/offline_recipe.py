@@ -39,13 +39,13 @@ EMULATION_HINT = "trainer.fp8_emulation: true computes the numbers of FP8 withou
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineRecipe:
-    """A recipe that passed all rules."""
+    """A recipe that passed all rules, with its model's config.json."""
 
     loaded: LoadedRecipe
     hf_config: dict[str, Any]
     """config.json of its model; empty if it is not known and not needed."""
     model: str
-    """A few words on where the config is from."""
+    """A few words on where the model's config is from."""
     notes: tuple[Problem, ...]
     """Warnings: probable mistakes, and what a start needs and this machine lacks."""
     teacher_config: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class OfflineRecipe:
 
     @property
     def sft(self) -> bool:
-        """Whether it is for `slimrl sft`, which has no engines."""
+        """Whether the recipe is for `slimrl sft`, which has no engines."""
         return self.loaded.command == "sft"
 
 
@@ -197,7 +197,8 @@ def _bucket_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Itera
 
 
 def _draft_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    """As far as config.json tells; a start also looks whether the checkpoint has the layer's tensors."""
+    """Problems of the draft model's layers, as far as config.json tells; a start also looks whether the checkpoint has
+    their tensors."""
     if loaded.command not in SERVING or loaded.recipe.rollout.speculative.mode is not DraftMode.mtp:
         return
     try:

@@ -8,7 +8,7 @@ from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import Entry, WeightMap
 
 PARTS = ("embedding", "head", "attention", "dense MLP", "routed experts", "shared experts", "router", "norms", "MTP")
-"""In the order in which they are shown."""
+"""Names of a model's parts, in the order in which they are shown."""
 
 _MARKS = (
     ("mtp.", "MTP"),
@@ -29,11 +29,11 @@ class PartCount:
     part: str
     total: int
     active: int
-    """Per token: top-k of the routed experts, none of the MTP layers, all of the rest."""
+    """Parameters that one token uses: top-k of the routed experts, none of the MTP layers, all of the rest."""
 
 
 def part_of(entry: Entry) -> str:
-    """One of PARTS."""
+    """Name of the part that an entry belongs to, one of PARTS."""
     name = entry.rule.megatron[0]
     for mark, part in _MARKS:
         if mark in name:

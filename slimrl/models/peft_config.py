@@ -3,7 +3,7 @@
 transformers 5 holds all experts of a layer in two parameters. PEFT (0.21, utils/transformers_weight_conversion.py) maps
 gate_proj, up_proj and down_proj in `target_modules` to these, and joins the adapters of a file that names every expert.
 It then forgets layers of the same names outside of experts. As `target_parameters` it keeps them, so dense MLPs and
-shared experts beside experts are named there.
+shared experts of a model with experts are named there.
 """
 
 from collections.abc import Iterable

@@ -30,7 +30,7 @@ _BEFORE_EXPERT = ".experts."
 class PublishedTensor:
     shape: tuple[int, ...]
     dtype: str | None
-    """As safetensors spells it; None if no source gives it."""
+    """Dtype as safetensors spells it; None if no source gives it."""
     evidence: Evidence
 
 

@@ -4,7 +4,7 @@ A published checkpoint may hold more than its weights:
 
 | names | where | why they are left out |
 |---|---|---|
-| `lm_head.weight` beside a tied embedding | Qwen3-0.6B and 1.7B | it repeats the embedding |
+| `lm_head.weight` next to a tied embedding | Qwen3-0.6B and 1.7B | it repeats the embedding |
 | `*.rotary_emb.*` | Moonlight, Kimi-K2 | buffers that every implementation computes from config.json |
 
 Torch-free, so that published names are checked before a model is here.
@@ -32,7 +32,7 @@ class TensorMismatches:
     """How a checkpoint's tensors differ from those of a weight map."""
 
     has_mtp: bool
-    """The checkpoint has the layers for multi-token prediction."""
+    """Whether the checkpoint has the layers for multi-token prediction."""
     missing: list[str]
     unknown: list[str]
     misshaped: dict[str, tuple[int, ...]]
@@ -97,7 +97,7 @@ def find_mismatches(
 
 
 def left_out(names: Iterable[str], hf_config: Mapping[str, Any]) -> dict[str, str]:
-    """Which of a checkpoint's tensors are no weights of the model -> why. A head that is left out must be compared."""
+    """Tensors of a checkpoint that are no weights of the model -> why. A head that is left out must be compared."""
     given = list(names)
     found = {name: "computed from config.json" for name in given if _ROTARY.fullmatch(name)}
     if hf_config.get("tie_word_embeddings") and {EMBEDDING, HEAD} <= set(given):

@@ -27,21 +27,22 @@ class HfTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None
-    """Of a tensor that keeps its own dtype whatever the checkpoint's, for example float32."""
+    """Dtype of a tensor that keeps its own whatever the checkpoint's is, for example float32; None for the
+    checkpoint's."""
     copies: tuple[str, ...] = ()
     """Further names under which a checkpoint may repeat the tensor. They are written; a checkpoint may lack them."""
     quantizable: bool = True
-    """False: it is not quantised, though other tensors of a rule with `quantizable` are."""
+    """Whether the tensor is quantised if its rule is `quantizable`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name and those of its copies."""
+        """The tensor's name and those of its copies."""
         return (self.name, *self.copies)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Equal parts along one dimension of the Hugging Face tensors; rank i of the group holds part i."""
+    """Sharding into equal parts along one dimension of the Hugging Face tensors; rank i of the group holds part i."""
 
     dim: int
     group: Literal["tensor", "expert_tensor"] = "tensor"
@@ -58,17 +59,17 @@ class Rule:
     hf: tuple[HfTensor, ...]
     op: LayoutOp = field(default_factory=Identity)
     shard: Shard | None = None
-    """None: every rank of the tensor-parallel group holds the whole."""
+    """Sharding of the tensor; None if every rank of the tensor-parallel group holds the whole."""
     layers: tuple[int, ...] | None = None
-    """Layers that have it, if the patterns hold {layer}."""
+    """Indices of the layers that have the tensor, if the patterns hold {layer}."""
     num_experts: int | None = None
-    """If the patterns hold {expert}."""
+    """Number of experts that have the tensor, if the patterns hold {expert}."""
     fused_group: str | None = None
     """Pattern of a name common to rules whose tensors an engine must receive together."""
     mtp: bool = False
-    """It belongs to a layer for multi-token prediction, which a checkpoint may lack."""
+    """Whether it belongs to a layer for multi-token prediction, which a checkpoint may lack."""
     quantizable: bool = False
-    """A checkpoint in block FP8 holds it quantised: linear layers, but not embeddings, head and router."""
+    """Whether a checkpoint in block FP8 holds it quantised: linear layers, but not embeddings, head and router."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ class WeightMap:
 
     @cached_property
     def hf_tensors(self) -> dict[str, HfTensor]:
-        """Every Hugging Face tensor by name, in export order, without copies."""
+        """All Hugging Face tensors by name, in export order, without copies."""
         tensors = {tensor.name: tensor for entry in self.entries for tensor in entry.hf}
         assert len(tensors) == sum(len(entry.rule.hf) for entry in self.entries), "a Hugging Face name twice"
         return tensors

@@ -13,7 +13,7 @@ _STYLES = {"prompt": "dim", "policy": "bold green", "tool": "cyan", "template": 
 
 
 def print_preview(preview: Preview, console: Console) -> None:
-    """Each run of tokens with one source on lines of its own; `■` follows a token at which a turn ends."""
+    """Print each run of tokens with one source on lines of its own; `■` follows a token at which a turn ends."""
     stops = set(preview.stop_token_ids)
     for number, tokens in enumerate(preview.segments, start=1):
         if len(preview.segments) > 1:

@@ -22,7 +22,7 @@ POLL_S = 0.5
 _CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 _held: set[int] = set()
-"""Descriptors of locked files."""
+"""Descriptors of the locked files."""
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _Hiding(logging.Formatter):
-    """Without secrets, and without what would steer the terminal of a reader"""
+    """Formatter that hides secrets, and what would steer the terminal of a reader"""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         super().__init__(FORMAT)
@@ -25,7 +25,7 @@ class _Hiding(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """What `log_to_file` opens"""
+    """The handler that `log_to_file` installs, known by its class"""
 
 
 def log_to_file(path: Path, level: int = logging.INFO, hide: Callable[[str], str] = lambda text: text) -> None:

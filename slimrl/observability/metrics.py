@@ -132,8 +132,8 @@ METRIC_NAMES = (
     "time/other_s",
     "time/step_s",
 )
-"""Every metric. The recipe names a `<set>`, a `<source>` and each `<k>`, the reward a `<part>`, an environment a
-`<metric>`; the latter two may hold slashes: `format/think`."""
+"""Names of all metrics. The recipe names a `<set>`, a `<source>` and each `<k>`, the reward a `<part>`, an environment
+a `<metric>`; the latter two may hold slashes: `format/think`."""
 _NAMED = {"<set>": "[^/]+", "<source>": "[^/]+", "<k>": "[1-9][0-9]*", "<part>": ".+", "<metric>": ".+"}
 _PATTERNS = [
     re.compile(re.sub("<[a-z]+>", lambda named: _NAMED[named.group()], re.escape(name)), re.DOTALL)

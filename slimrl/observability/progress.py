@@ -19,10 +19,10 @@ from rich.text import Text
 from slimrl.observability.terminal import plain_console
 
 PLAIN_INTERVAL_S = 10.0
-"""Without a terminal, a phase prints its progress this often."""
+"""Seconds between two lines of a phase's progress where there is no terminal."""
 
 ESTIMATE_PERIOD_S = 3600.0
-"""The remaining time is estimated from the steps of this period."""
+"""Length of the last period of steps from which the remaining time is estimated, in seconds."""
 
 HEADER_EVERY_ROWS = 20
 
@@ -181,7 +181,7 @@ class Progress:
 
 
 def _evaluations(metrics: Mapping[str, float]) -> list[str]:
-    """Each set's name and mean reward."""
+    """Name and mean reward of each evaluation set, as text."""
     return [
         f"{name.split('/')[1]} {value:.3f}"
         for name, value in metrics.items()

@@ -22,12 +22,12 @@ PANELS = (
 )
 """Metric, title and scale of the small panels; a panel without values is left out."""
 LOSSES = ("sft/loss", "policy/loss")
-"""Without rewards, the first of these that was recorded is drawn."""
+"""Metrics of which the first that was recorded is drawn where there are no rewards."""
 
 MARKED = 30
-"""Curves of at most so many points have markers, without which one point would not be seen."""
+"""Largest number of points of a curve with markers, without which one point would not be seen."""
 TRAINING = {"linewidth": 1.2, "markersize": 3, "zorder": 3}
-"""How the training's reward is drawn: above the evaluations', which may cover it, and thinner"""
+"""Style of the training's reward: drawn above the evaluations', which may cover it, and thinner"""
 
 Series = tuple[list[int], list[float]]
 

@@ -18,16 +18,16 @@ CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
 
 
 class Opening(TypedDict):
-    """What a command is told about an earlier run of the same name."""
+    """Options of a command on an earlier run of the same name."""
 
     resume: bool | None
-    """Continue it; None to do so if it has a checkpoint, and else to move it away"""
+    """Whether to continue that run; None to do so if it has a checkpoint, and else to move it away"""
     overwrite: bool
     job: str | None
     """Id of the queued job of which this is an attempt. A run that an earlier attempt of the job opened is treated as
     with `resume=None`; `resume` and `overwrite` apply to other runs."""
     checkpoint_log: Path | None
-    """See `RunFolder`"""
+    """File outside the folder for whoever waits for checkpoints; see `RunFolder.note_checkpoint`"""
 
 
 @dataclass
@@ -36,20 +36,20 @@ class RunFolder:
 
     path: Path
     checkpoint_log: Path | None = None
-    """A file outside the folder for whoever waits for checkpoints; see `note_checkpoint`."""
+    """File outside the folder for whoever waits for checkpoints; see `note_checkpoint`."""
 
     def __post_init__(self) -> None:
         self.config = self.path / "config.yaml"
         """The resolved recipe; its presence marks a folder as a run folder."""
         self.resumed_config = self.path / "config.resumed.yaml"
-        """The same of the newest attempt to continue the run."""
+        """The resolved recipe of the newest attempt to continue the run."""
         self.provenance = self.path / "provenance.json"
         self.metrics = self.path / "metrics.jsonl"
         self.groups = self.path / "groups.jsonl"
         """What became of each group, and when (docs/async.md)."""
         self.curve = self.path / "curve.png"
         self.logs = self.path / "logs"
-        """One file per process."""
+        """Log files, one per process."""
         self.trajectories = self.path / "trajectories"
         """Readable samples, one file per step and one per evaluation set."""
         self.profile = self.path / PROFILE_FOLDER
@@ -59,11 +59,11 @@ class RunFolder:
         self.export = self.path / "export" / "hf"
         """The trained model as a Hugging Face checkpoint."""
         self.requeue = self.path / "requeue"
-        """Exists while a preempted run waits to be continued; holds the number of its last step."""
+        """Marker file of a preempted run that waits to be continued; holds the number of its last step."""
         self.jobs = self.path / "jobs"
         """Ids of the queued jobs whose attempts have opened this run, one per line."""
         self.ended_early = self.path / "ended_early"
-        """Exists if the run ended without metrics or a checkpoint; another run may take its place."""
+        """Marker file of a run that ended without metrics or a checkpoint; another run may take its place."""
 
     def newest_config(self) -> str:
         """The resolved recipe of the newest attempt."""
@@ -225,7 +225,7 @@ def check_run_folder(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
 
 
 def check_start(run: RunFolder, *, resume: bool, overwrite: bool) -> None:
-    """As `check_run_folder`, but a run that ended before its first step gives way to any other."""
+    """Refuse what `check_run_folder` refuses, but let a run that ended before its first step give way to any other."""
     if resume or not run.ended_early.is_file():
         check_run_folder(run, resume=resume, overwrite=overwrite)
 

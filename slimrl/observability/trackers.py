@@ -13,9 +13,9 @@ from slimrl.observability.metrics import MetricsWriter, plain_number
 from slimrl.observability.run_folder import RunFolder
 
 STEP = "step"
-"""The run's step, as in metrics.jsonl; the x-axis of all metrics in wandb."""
+"""Name of the metric with the run's step, as in metrics.jsonl; the x-axis of all metrics in wandb."""
 CONNECT_TIMEOUT_S = 60
-"""How long wandb's server may take to answer before the run goes on offline"""
+"""Seconds that wandb's server may take to answer before the run goes on offline"""
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def _start_wandb(
 
 
 def _init_wandb(run: RunFolder, project: str, config: Mapping[str, Any], mode: WandbMode) -> Any:
-    """It prints nothing, and offline it opens no connection.
+    """Start a wandb run, which prints nothing, and offline opens no connection.
 
     Raises:
         wandb.Error, TimeoutError: online mode without an account or a connection.

@@ -15,7 +15,7 @@ def show_count(count: int) -> str:
 
 
 def show_bytes(nbytes: int) -> str:
-    """In decimal units."""
+    """A number of bytes as text, in decimal units."""
     return shorten(nbytes, ("bytes", "kB", "MB", "GB"))
 
 

@@ -31,17 +31,17 @@ from slimrl.planner.shape import Shape
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Of one layer and one micro-batch."""
+    """Bytes of activations of one layer and one micro-batch."""
 
     residual: float
-    """Inputs of both norms"""
+    """Bytes of the inputs of both norms"""
     norms: float
     latents: float
     projections: float
     attention: float
     statistics: float
     mlp: float
-    """Of a layer without experts"""
+    """Bytes of the MLP of a layer without experts"""
     router: float
     expert_inputs: float
     expert_gates: float
@@ -54,7 +54,7 @@ class LayerBytes:
 
     @property
     def block(self) -> float:
-        """The larger of attention and MLP; its gradients exist at the same time."""
+        """Bytes of the larger of attention and MLP; its gradients exist at the same time."""
         attention = self.latents + self.projections + self.attention
         return max(attention, self.mlp + self.expert_inputs + self.expert_gates + self.expert_products + self.shared)
 
@@ -138,7 +138,7 @@ def stage_activations(
 
 
 def logits_bytes(shape: Shape, trainer: TrainerConfig, *, mtp_layers: int = 0) -> int:
-    """On the last stage: logits of a micro-batch and their gradient in the dtype of the training, and one chunk's
+    """Bytes on the last stage: logits of a micro-batch and their gradient in the dtype of the training, and one chunk's
     float32 softmax, which has two tensors at a time (slimrl/trainer/vocab_parallel.py).
 
     Args:

@@ -29,7 +29,7 @@ from slimrl.planner.shape import Shape
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Seconds on the rank that sends the most."""
+    """Seconds of communication on the rank that sends the most."""
 
     tensor_s: float
     context_s: float
@@ -45,7 +45,7 @@ class Communication:
 def update_communication(
     shape: Shape, trainer: TrainerConfig, stages: list[Stage], layers: list[list[int]], batch: Batch, hardware: Hardware
 ) -> Communication:
-    """Of one update; for each kind of parallelism on the busiest stage."""
+    """Communication of one update; for each kind of parallelism on the busiest stage."""
     forwards = 2 if trainer.megatron.get("recompute_granularity") == "full" else 1
     passes = _passes(shape, trainer, layers, batch, hardware, forwards=forwards, backwards=1)
     return replace(passes, data_s=max(_data_seconds(stage, trainer, hardware) for stage in stages))
@@ -54,7 +54,7 @@ def update_communication(
 def logprob_communication(
     shape: Shape, trainer: TrainerConfig, layers: list[list[int]], batch: Batch, hardware: Hardware
 ) -> Communication:
-    """Of a forward pass over the tokens of one update."""
+    """Communication of a forward pass over the tokens of one update."""
     return _passes(shape, trainer, layers, batch, hardware, forwards=1, backwards=0)
 
 
@@ -68,7 +68,8 @@ def _passes(
     forwards: int,
     backwards: int,
 ) -> Communication:
-    """Of these passes over all micro-batches of an update; a recomputed forward pass sends nothing between stages."""
+    """Communication of these passes over all micro-batches of an update; a recomputed forward pass sends nothing
+    between stages."""
     parallel, tokens = trainer.parallel, trainer.max_tokens_per_rank
     width = trainer.precision.element_bytes
     residual = tokens * shape.hidden * width
@@ -100,7 +101,8 @@ def _passes(
 
 
 def _exchanged_columns(shape: Shape) -> int:
-    """Of a gated delta net: queries, keys, values and gates, a step and a decay per value head, and results."""
+    """Columns that a gated delta net exchanges: queries, keys, values and gates, a step and a decay per value head, and
+    results."""
     keys = shape.linear_keys * shape.linear_key_columns
     values = shape.linear_values * shape.linear_value_columns
     return 2 * keys + 2 * values + 2 * shape.linear_values + values

@@ -15,7 +15,7 @@ from slimrl.trainer.layout.source_layout import planned_stages
 
 
 def plan_critic(planned: OfflineRecipe, hardware: Hardware, *, mean_tokens: int | None) -> LayoutPlan | None:
-    """None if the run has no critic.
+    """The plan of the critic's ranks; None if the run has no critic.
 
     Raises:
         ValueError: the layout is impossible.

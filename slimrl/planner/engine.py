@@ -27,7 +27,7 @@ _SMALL_GIB = 20
 _LARGE_BATCH = 300
 """Decoding batch above which SGLang reserves more for attention data parallelism."""
 ATTENTION_NAMES = (".self_attn.", ".linear_attn.", ".embed_tokens.")
-"""In names of tensors of which each group of ranks holds the whole."""
+"""Parts of the names of tensors of which each group of ranks holds the whole."""
 _STATES_OVER_KV = 0.9
 """SGLang's default of `mamba_full_memory_ratio`: bytes for states of linear attention over bytes of the KV cache."""
 _STATES_OF_A_SEQUENCE = 5
@@ -37,24 +37,24 @@ _STATES_OF_A_SEQUENCE = 5
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """Of one GPU of an engine, unless stated otherwise."""
+    """Bytes on one GPU of an engine, and what fits, unless stated otherwise."""
 
     weights: int
     expert_weights: int
-    """Routed experts among them"""
+    """Bytes of the routed experts among the weights"""
     kv_cache: int
-    """States of linear attention included"""
+    """Bytes of the KV cache, states of linear attention included"""
     mem_fraction_static: float
     kv_bytes_per_token: int
-    """On one GPU"""
+    """Bytes of keys and values per token on one GPU"""
     kv_tokens: int
-    """Of one engine"""
+    """Number of tokens that one engine's KV cache holds"""
     trajectories: int
-    """Of maximum length, in all engines at once"""
+    """Number of trajectories of maximum length that fit into all engines at once"""
     state_bytes: int = 0
-    """Of a sequence's states of linear attention"""
+    """Bytes of a sequence's states of linear attention"""
     sequences: int | None = None
-    """Of one engine at once, as its states allow; None without linear attention"""
+    """Number of sequences that one engine's states of linear attention allow at once; None without linear attention"""
 
 
 def plan_engine(
@@ -81,7 +81,7 @@ def plan_engine(
     per_token = kv_bytes_per_token(shape, rollout.attention_tp, _kv_width(recipe))
     state = state_bytes(shape, rollout.attention_tp)
     reserved = 1 if rollout.sglang.get("disable_radix_cache") else _STATES_OF_A_SEQUENCE
-    # Of one group of ranks, to which a trajectory keeps.
+    # Sequences and tokens of one group of ranks, to which a trajectory keeps.
     sequences = states // (state * reserved) if state else None
     tokens = (pool - states) // per_token
     limit = rollout.sglang.get("max_total_tokens")
@@ -101,7 +101,8 @@ def plan_engine(
 
 
 def kv_bytes_per_token(shape: Shape, ranks: int, element_bytes: float) -> int:
-    """On one of the ranks that share a request's attention, over all layers with keys and values.
+    """Bytes of keys and values of a token on one of the ranks that share a request's attention, over all layers that
+    have them.
 
     Grouped-query attention keeps keys and values of a rank's heads, at least one (arXiv:2305.13245); multi-latent
     attention keeps the latent and the rotated key, whole on every rank (arXiv:2405.04434, section 2.1).
@@ -114,8 +115,8 @@ def kv_bytes_per_token(shape: Shape, ranks: int, element_bytes: float) -> int:
 
 
 def state_bytes(shape: Shape, ranks: int) -> int:
-    """Of a sequence on one rank: in each gated delta net a float32 matrix per value head, and in bfloat16 the channels
-    of the tokens that the next step of the convolution needs."""
+    """Bytes of a sequence's states on one rank: in each gated delta net a float32 matrix per value head, and in
+    bfloat16 the channels of the tokens that the next step of the convolution needs."""
     keys, values = shape.linear_key_columns, shape.linear_value_columns
     channels = 2 * shape.linear_keys * keys + shape.linear_values * values
     elements = 4 * shape.linear_values * keys * values + 2 * (shape.linear_kernel - 1) * channels
@@ -125,7 +126,8 @@ def state_bytes(shape: Shape, ranks: int) -> int:
 def engine_weight_bytes(
     recipe: Recipe, shape: Shape, parts: Iterable[TensorPart], replicated: Collection[str]
 ) -> tuple[int, int]:
-    """Of one rank: its shards, copies of key-value heads included, with the replicated tensors; of it the experts."""
+    """Bytes of one rank's weights: its shards, copies of key-value heads included, with the replicated tensors; and
+    those of the experts among them."""
     rollout, ranks = recipe.rollout, recipe.rollout.attention_tp
     copies = 1 if shape.kv_latent else max(1, ranks // shape.kv_heads)
     total = experts = 0.0

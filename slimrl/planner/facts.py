@@ -31,17 +31,17 @@ class Facts:
     parameters: ModelParameters
     table: ParameterTable
     transform: Transform | None
-    """The transform for engines of a quantised checkpoint"""
+    """The transform for engines of a quantised checkpoint; None for others"""
     sent: WeightMap
-    """What a resync sends"""
+    """The weights that a resync sends"""
     replicated: frozenset[str]
     """Names of tensors that every rank of an engine holds whole"""
     adapters: ParameterTable | None = None
-    """None if the model's own weights are trained"""
+    """Parameters of the adapters; None if the model's own weights are trained"""
     slot_bytes: int = 0
-    """Resync buffers of a sending rank; 0 with `slimrl sft`"""
+    """Bytes of the resync buffers of a sending rank; 0 with `slimrl sft`"""
     engine: EnginePlan | None = None
-    """None with `slimrl sft`"""
+    """Plan of an engine; None with `slimrl sft`"""
 
 
 def model_facts(planned: OfflineRecipe) -> Facts:

@@ -13,17 +13,17 @@ class Hardware:
     gpus_per_node: int = 8
     gpu_memory_gib: float = 80.0
     reserve_gib: float = 4.0
-    """Of each GPU, for CUDA contexts, communication buffers and fragmentation; assumed."""
+    """Reserve of each GPU, for CUDA contexts, communication buffers and fragmentation; assumed."""
     host_memory_gib: float = 1800.0
-    """Of a node, for trainer ranks: a DGX H100's 2 TB (data sheet) less some for processes."""
+    """Host memory of a node, for trainer ranks: a DGX H100's 2 TB (data sheet) less some for processes."""
     peak_tflops: float = 989.0
-    """Dense bf16 of an H100 SXM (data sheet)."""
+    """Peak throughput in dense bf16 of an H100 SXM (data sheet)."""
     mfu: float = 0.4
     """Fraction of the peak that a computing stage reaches; assumed."""
     expert_load: float = 1.0
-    """Tokens of the busiest expert-parallel rank, over the mean."""
+    """Tokens of the busiest expert-parallel rank, over the mean of all."""
     host_adam_gparams_per_s: float = 0.4
-    """1e9 parameters per second that a CPU thread updates with Adam; measured on a server's CPU."""
+    """Parameters in 1e9 per second that a CPU thread updates with Adam; measured on a server's CPU."""
     links: Machine = field(default_factory=Machine)
 
     def __post_init__(self) -> None:

@@ -23,25 +23,25 @@ class LayoutPlan:
     recipe: Recipe
     stages: list[Stage]
     layers: list[list[int]]
-    """By pipeline stage"""
+    """Indices of the layers of each pipeline stage"""
     memory: list[StageMemory]
-    """By pipeline stage"""
+    """Memory of a rank of each pipeline stage"""
     engine_gpu: int | None
     """Bytes on an engine's own GPU; None if engines share the trainer's"""
     batch: Batch
     work: Work
     communication: Communication
-    """Of one update"""
+    """Communication of one update"""
     logprobs: Communication | None
-    """Of a log-prob pass over the tokens of one update; None with `slimrl sft`"""
+    """Communication of a log-prob pass over the tokens of one update; None with `slimrl sft`"""
     host_update_s: float
-    """Of one update with an optimizer on the host; else 0"""
+    """Seconds of one update with an optimizer on the host; else 0"""
     updates: int
-    """Per step"""
+    """Number of updates per step"""
     problems: list[str]
-    """Why it does not fit"""
+    """Reasons why the layout does not fit"""
     adapters: list[Stage] | None = None
-    """By pipeline stage; None if the model's own weights are trained"""
+    """Parameters of the adapters on each pipeline stage; None if the model's own weights are trained"""
 
     @property
     def fits(self) -> bool:
@@ -54,18 +54,18 @@ class LayoutPlan:
 
     @property
     def most_bytes(self) -> int:
-        """Peak of any GPU."""
+        """Bytes of the peak of any GPU."""
         return max(self.memory[self.worst].total, self.engine_gpu or 0)
 
     @property
     def communication_s(self) -> float:
-        """Of all updates of a step, and of the passes before them."""
+        """Seconds of communication in all updates of a step, and in the passes before them."""
         logprobs_s = num_passes(self.recipe) * self.logprobs.total_s if self.logprobs else 0.0
         return self.updates * self.communication.total_s + logprobs_s
 
     @property
     def training_s(self) -> float:
-        """Log-probs and updates of a step, with no communication overlapped."""
+        """Seconds of the log-probs and updates of a step, with no communication overlapped."""
         return self.work.training_s + self.work.logprob_s + self.communication_s + self.updates * self.host_update_s
 
     @property
@@ -75,8 +75,8 @@ class LayoutPlan:
 
     @property
     def step_s(self) -> float:
-        """Training and the shortest possible rollout, without the resync: their sum, or the longer one where they
-        overlap."""
+        """Seconds of training and the shortest possible rollout, without the resync: their sum, or the longer one where
+        they overlap."""
         parts = (self.training_s, self.work.rollout_at_least_s)
         return max(parts) if self.overlaps else sum(parts)
 

@@ -34,12 +34,12 @@ COLOCATED: Phases = {
     "save": (("weights", "optimizer", "engine_weights", "resync", "reserve"),),
     "rollout": (("engine_weights", "kv_cache", "resync", "reserve"),),
 }
-"""Of a GPU of the trainer alone, of one on which trainer and engine keep everything, and of a colocated one."""
+"""Phases of a GPU of the trainer alone, of one on which trainer and engine keep everything, and of a colocated one."""
 
 FP8_COPY_BYTES = 2
-"""Of a parameter of FP8 training: Transformer Engine keeps each weight in FP8 from one micro-batch to the next, as it
-is and transposed (pytorch/module/base.py, `_fp8_workspaces`). All parameters are counted, though norms, embeddings
-and routers have none."""
+"""Bytes for a parameter of FP8 training: Transformer Engine keeps each weight in FP8 from one micro-batch to the next,
+as it is and transposed (pytorch/module/base.py, `_fp8_workspaces`). All parameters are counted, though norms,
+embeddings and routers have none."""
 
 
 def keeps_fp8_copies(trainer: TrainerConfig) -> bool:
@@ -48,7 +48,7 @@ def keeps_fp8_copies(trainer: TrainerConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Of one GPU."""
+    """Memory of one GPU of a pipeline stage."""
 
     parts: dict[str, int]
     """Bytes: weights, fp8_weights, gradients, optimizer, activations, logits, resync, engine_weights, kv_cache,
@@ -56,9 +56,9 @@ class StageMemory:
     host: int
     """Bytes of host memory: an offloaded optimizer, what a colocated trainer releases, the reference's weights"""
     saving: int
-    """Bytes of host memory that a save takes beside, of all ranks of the stage on a node"""
+    """Bytes of host memory that a save takes in addition, of all ranks of the stage on a node"""
     phases: dict[str, int]
-    """Phase -> bytes"""
+    """Bytes of each phase"""
 
     @property
     def total(self) -> int:
@@ -79,7 +79,7 @@ def host_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware:
 
 
 def save_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
-    """What of it only a save needs."""
+    """Bytes of `host_bytes_per_node` that only a save needs."""
     ranks = min(hardware.gpus_per_node, recipe.trainer.num_ranks)
     stages = max(1, ranks * recipe.trainer.parallel.pipeline // recipe.trainer.num_ranks)
     return stages * max(stage.saving for stage in memory)
@@ -95,7 +95,7 @@ def stage_memory(
     hardware: Hardware,
     adapters: Stage | None = None,
 ) -> StageMemory:
-    """Of a rank of pipeline stage `index` that is also a sender of the resync, as the busiest rank is."""
+    """Memory of a rank of pipeline stage `index` that is also a sender of the resync, as the busiest rank is."""
     trainer = recipe.trainer
     state = state_bytes(stage, trainer, adapters)
     shared = facts.engine if recipe.shares_devices else None

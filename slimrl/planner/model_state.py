@@ -21,14 +21,15 @@ from slimrl.planner.parameters import Stage, stage_total
 from slimrl.trainer.build import ddp_config
 
 PARAMETER_ALIGNMENT = 64
-"""Each parameter starts at a multiple of so many elements in a buffer of the distributed optimizer."""
+"""Elements to whose multiple each parameter's start is aligned in a buffer of the distributed optimizer."""
 BUCKET_ALIGNMENT = 128
-"""A buffer's size is a multiple of so many elements and of the number of ranks that shard it."""
+"""Elements to whose multiple a buffer's size is padded, and to one of the number of ranks that shard it."""
 BUSBW_ALIGNMENT = 2**16
-"""The same with `pad_buckets_for_high_nccl_busbw`."""
+"""Elements to whose multiple a buffer's size is padded instead with `pad_buckets_for_high_nccl_busbw`."""
 
 OFFLOADED_GRADIENT_BYTES = 4
-"""Of a gradient's float32 copy on the host, for the update there (optimizer/cpu_offloading/hybrid_optimizer.py)."""
+"""Bytes of a gradient's float32 copy on the host, for the update there
+(optimizer/cpu_offloading/hybrid_optimizer.py)."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
@@ -39,17 +40,18 @@ class StateBytes:
     gradients: int
     optimizer: int
     host: int
-    """Optimizer states and gradients in host memory (`optimizer_cpu_offload`)"""
+    """Bytes of optimizer states and gradients in host memory (`optimizer_cpu_offload`)"""
 
 
 def data_parallel_sizes(parallel: ParallelConfig, num_ranks: int) -> tuple[int, int]:
-    """Ranks that shard the optimizer states of a dense parameter (data x context parallel), and of an expert."""
+    """Numbers of ranks that shard the optimizer states of a dense parameter (data x context parallel), and of an
+    expert."""
     dense = num_ranks // (parallel.tensor * parallel.pipeline)
     return dense, num_ranks // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
 
 
 def state_bytes(stage: Stage, trainer: TrainerConfig, adapters: Stage | None = None) -> StateBytes:
-    """Of a rank of the stage; for the optimizer the largest shard.
+    """Bytes of a rank of the stage; for the optimizer those of the largest shard.
 
     Args:
         adapters: of the stage; None if its own weights are trained.
@@ -88,7 +90,7 @@ def host_update_s(stage: Stage, trainer: TrainerConfig, hardware: Hardware, adap
 
 
 def buffer_elements(sizes: Sequence[int], end_alignment: int) -> int:
-    """Elements of a buffer that holds these parameters in reverse order."""
+    """Number of elements of a buffer that holds these parameters in reverse order."""
     end = 0
     for size in reversed(sizes):
         end = round_up(end, PARAMETER_ALIGNMENT) + size
@@ -96,7 +98,7 @@ def buffer_elements(sizes: Sequence[int], end_alignment: int) -> int:
 
 
 def gradient_bytes(trainer: TrainerConfig) -> int:
-    """Of one element."""
+    """Bytes of one element of a gradient."""
     return 4 if ddp_config(trainer).grad_reduce_in_fp32 or trainer.precision is not Precision.bf16 else 2
 
 

@@ -26,7 +26,7 @@ class ChunkParameters:
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
-    """Of routed experts, whose gradients are reduced over the expert-data-parallel ranks"""
+    """Sizes of the parameters of routed experts, whose gradients are reduced over the expert-data-parallel ranks"""
 
     @property
     def total(self) -> int:
@@ -45,13 +45,13 @@ def stage_total(stage: Stage) -> int:
 class ModelParameters:
     total: int
     active: int
-    """Used by one token, embedding and head included"""
+    """Number of parameters that one token uses, embedding and head included"""
     active_without_embedding: int
-    """Without the embedding, which is a lookup and no matrix product"""
+    """The same without the embedding, which is a lookup and no matrix product"""
 
 
 def model_parameters(weight_map: WeightMap, model: MegatronModelConfig) -> ModelParameters:
-    """Counted in the weight map, without padding of the vocabulary and without MTP layers."""
+    """Parameters of a model, counted in the weight map, without padding of the vocabulary and without MTP layers."""
     counts = {count.part: count for count in count_parameters(weight_map, model)}
     active = sum(count.active for count in counts.values())
     return ModelParameters(
@@ -93,8 +93,8 @@ class ParameterTable:
 
     def __init__(self, weight_map: WeightMap) -> None:
         """`weight_map` without padding of the vocabulary; with MTP layers if they are trained."""
-        # Of each layer: replicated, over tensor-parallel ranks; of experts the same, the second over expert-tensor-
-        # parallel ranks. Of all MTP layers: the same.
+        # Sizes of a layer's parameters that are replicated, and that are sharded over tensor-parallel ranks; then both
+        # of its experts, the second over expert-tensor-parallel ranks. `_mtp`: sizes of all MTP layers.
         self._layers: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         self._mtp = [0, 0, 0]
         self._outside: list[tuple[tuple[str, ...], int, int, bool]] = []
@@ -113,7 +113,7 @@ class ParameterTable:
                 self._layers[entry.layer][2 * (entry.expert is not None) + (shard is not None)] += size
 
     def stages(self, parallel: ParallelConfig, layers_of_stages: Sequence[Sequence[int]]) -> list[Stage]:
-        """Each stage as one chunk of one dense and one expert tensor."""
+        """Parameters of each stage, as one chunk of one dense and one expert tensor."""
         dense = [0] * len(layers_of_stages)
         experts = [0] * len(layers_of_stages)
         for stage, layers in enumerate(layers_of_stages):
@@ -133,7 +133,7 @@ class ParameterTable:
         return [(ChunkParameters(dense=(n,), experts=(m,)),) for n, m in zip(dense, experts, strict=True)]
 
     def _embedding(self, parallel: ParallelConfig) -> int:
-        """Of the copy that the last stage has for its MTP layers."""
+        """Number of parameters of the embedding's copy that the last stage has for its MTP layers."""
         rows, columns = next((rows, columns) for names, rows, columns, _ in self._outside if "embedding." in names[0])
         return padded_vocab(rows, parallel.tensor) // parallel.tensor * columns
 

@@ -42,22 +42,23 @@ class Plan:
     cluster: Cluster
     layout: LayoutPlan
     resync: Estimate | None
-    """None with `slimrl sft`"""
+    """Estimate of a resync; None with `slimrl sft`"""
     notes: list[str]
-    """Assumptions beyond the formulas"""
+    """Assumptions beyond the formulas, as sentences"""
     teacher: TeacherPlan | None = None
-    """None without a teacher of the run's own, or if its model is not known"""
+    """Plan of the teacher; None without a teacher of the run's own, or if its model is not known"""
     critic: LayoutPlan | None = None
-    """None without a critic"""
+    """Plan of the critic's ranks; None without a critic"""
 
     @property
     def problems(self) -> list[str]:
-        """Why it does not fit."""
+        """Reasons why the recipe does not fit."""
         return [problem for part in (self.layout, self.teacher, self.critic) if part for problem in part.problems]
 
     @property
     def step_s(self) -> float:
-        """The shortest possible rollout, log-probs and updates, and the resync, in which engines and trainer wait."""
+        """Seconds of the shortest possible rollout, log-probs and updates, and of the resync, in which engines and
+        trainer wait."""
         return self.layout.step_s + (self.resync.seconds if self.resync else 0.0)
 
 
@@ -134,7 +135,7 @@ def _transport(recipe: Recipe) -> TransportName:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Sizes in GiB, times in seconds; memory of the stage with the highest peak, and of an engine's GPU.
+    """Plan as JSON: sizes in GiB, times in seconds; memory of the stage with the highest peak, and of an engine.
 
     `work` and `step` are of a whole step, both communications of one update.
     """
@@ -216,7 +217,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _draft_notes(planned: OfflineRecipe) -> list[str]:
-    """Trained layers that no resync sends; see docs/models.md."""
+    """Notes on trained layers that no resync sends; see docs/models.md."""
     recipe = planned.recipe
     if planned.sft or not recipe.trainer.mtp.train or sends_drafts(recipe):
         return []

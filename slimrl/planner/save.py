@@ -1,4 +1,4 @@
-"""Bytes of host memory that a rank needs to save a checkpoint, beside what it holds already. A GPU needs none.
+"""Bytes of host memory that a rank needs to save a checkpoint, on top of what it holds already. A GPU needs none.
 
 With the distributed optimizer:
 
@@ -24,11 +24,12 @@ from slimrl.planner.parameters import Stage
 from slimrl.trainer.build import ddp_config
 
 GATHERED_BYTES = 12
-"""Of an element: its main weight and both moments in float32, whatever the optimizer's own dtypes"""
+"""Bytes of an element that is gathered: its main weight and both moments in float32, whatever the optimizer's own
+dtypes"""
 PIECE_ELEMENTS = 2**26
-"""What the first rank receives at a time, as in megatron_patches/checkpointing.py"""
+"""Number of elements that the first rank receives at a time, as in megatron_patches/checkpointing.py"""
 SHARD_BYTES = 4
-"""Of an element of one of them"""
+"""Bytes of an element of a shard of one of the three"""
 
 
 def node_save_bytes(stage: Stage, trainer: TrainerConfig, ranks_per_node: int, adapters: Stage | None = None) -> int:
@@ -62,7 +63,7 @@ def save_bytes(stage: Stage, trainer: TrainerConfig, first: tuple[bool, bool], a
 
 
 def _elements(stage: Stage, first: tuple[bool, bool]) -> int:
-    """Parameters whose states this rank writes."""
+    """Number of parameters whose states this rank writes."""
     return sum(sum(chunk.dense) * first[0] + sum(chunk.experts) * first[1] for chunk in stage)
 
 

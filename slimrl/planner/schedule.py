@@ -13,14 +13,14 @@ from slimrl.config.schema.trainer import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The tokens of an update."""
+    """The tokens and micro-batches of an update."""
 
     tokens: int
-    """Of all ranks"""
+    """Number of tokens on all ranks"""
     trajectory_tokens: int
-    """Mean length of a trajectory or conversation"""
+    """Mean length of a trajectory or conversation in tokens"""
     micro_batches: int
-    """Of each data-parallel rank"""
+    """Number of micro-batches of each data-parallel rank"""
 
 
 def longest_tokens(recipe: Recipe, *, sft: bool) -> int:

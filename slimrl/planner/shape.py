@@ -10,16 +10,16 @@ class Shape:
     hidden: int
     heads: int
     query_columns: int
-    """Of one head; keys have as many"""
+    """Columns of one query head; keys have as many"""
     value_columns: int
     kv_heads: int
-    """Heads of keys and values; with multi-latent attention all heads, after the up-projection"""
+    """Number of heads of keys and values; with multi-latent attention all heads, after the up-projection"""
     query_latent: int
-    """Columns of the latent queries, or 0"""
+    """Columns of the latent queries; 0 without them"""
     kv_latent: int
     """Columns of the latent keys and values; 0 without multi-latent attention"""
     rotary_columns: int
-    """Of the rotated key that all heads share, in addition to the latent"""
+    """Columns of the rotated key that all heads share, in addition to the latent"""
     qk_norm: bool
     """Whether queries and keys of a head are normed; the norms of latents do not count"""
     dense_columns: int
@@ -29,21 +29,21 @@ class Shape:
     experts: int
     topk: int
     sparse: tuple[bool, ...]
-    """By layer: whether it has experts."""
+    """Whether each layer has experts."""
     linear: tuple[bool, ...]
-    """By layer: whether it is a gated delta net instead of attention"""
+    """Whether each layer is a gated delta net instead of attention"""
     vocab: int
     output_gate: bool = False
     """Whether attention's result is multiplied by a gate, which is as wide"""
     linear_keys: int = 0
-    """Key heads of a gated delta net"""
+    """Number of key heads of a gated delta net"""
     linear_values: int = 0
-    """Its value heads, each with a state"""
+    """Number of value heads of a gated delta net, each with a state"""
     linear_key_columns: int = 0
-    """Of one head"""
+    """Columns of one key head of a gated delta net"""
     linear_value_columns: int = 0
     linear_kernel: int = 0
-    """Tokens that its convolution sees"""
+    """Tokens that the convolution of a gated delta net sees"""
 
     @property
     def layers(self) -> int:
@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def attention_layers(self) -> int:
-        """Layers with keys and values."""
+        """Number of layers with keys and values."""
         return self.layers - sum(self.linear)
 
     @classmethod

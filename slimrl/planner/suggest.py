@@ -31,7 +31,7 @@ FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
     settings: str
-    """For the command line"""
+    """Settings of the layout, as for the command line"""
     plan: LayoutPlan
 
     @property
@@ -40,7 +40,7 @@ class Suggestion:
 
     @property
     def reason(self) -> str:
-        """Why it does not fit, or where its time goes."""
+        """Reason why it does not fit, or where its time goes."""
         if self.plan.problems:
             return self.plan.problems[0]
         sent = {
@@ -142,7 +142,7 @@ def _parallels(known: Facts, gpus: int, gpus_per_node: int) -> Iterator[Parallel
 def _with_layout(
     planned: OfflineRecipe, parallel: ParallelConfig, layers: list[list[int]], gpus: int, recompute: dict[str, Any]
 ) -> Recipe:
-    """The tokens of a context-parallel group's micro-batch stay as they are."""
+    """A recipe with another layout. The tokens of a context-parallel group's micro-batch stay as they are."""
     recipe = planned.recipe
     trainer, rollout = recipe.trainer, recipe.rollout
     budget = trainer.max_tokens_per_rank * trainer.parallel.context

@@ -30,7 +30,7 @@ SOURCES = {
     "kv_cache": "mem_fraction_static x free memory - engine weights",
     "reserve": "CUDA contexts, communication, fragmentation: --reserve-gib",
 }
-"""Part of the memory -> its formula in short."""
+"""Short formula of each part of the memory."""
 
 
 def print_plan(plan: Plan) -> None:

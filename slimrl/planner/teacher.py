@@ -16,13 +16,13 @@ class TeacherPlan:
     parameters: ModelParameters
     engine: EnginePlan
     problems: list[str]
-    """Why its engines cannot start, or cannot score the longest trajectory"""
+    """Reasons why its engines cannot start, or cannot score the longest trajectory"""
     gpu_bytes: int
-    """On one of its GPUs"""
+    """Bytes on one of the teacher's GPUs"""
 
 
 def plan_teacher(planned: OfflineRecipe, hardware: Hardware) -> TeacherPlan | None:
-    """None if the run starts no teacher, or if it is not known.
+    """Plan of the teacher's engines; None if the run starts no teacher, or if its model is not known.
 
     Raises:
         ValueError: its family is not supported by slimrl, though SGLang may serve it.

@@ -21,27 +21,28 @@ from slimrl.planner.schedule import Batch, bubble_fraction
 from slimrl.planner.shape import Shape
 
 DELTA_CHUNK = 64
-"""Tokens that the kernels of a gated delta net take at a time."""
+"""Number of tokens that the kernels of a gated delta net take at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of one step: one optimizer update of `slimrl sft`, one rollout and its updates of `slimrl train`."""
+    """Operations and seconds of one step: one optimizer update of `slimrl sft`, one rollout and its updates of `slimrl
+    train`."""
 
     training_flops: float
     logprob_flops: float
     generation_flops: float
     training_s: float
-    """Updates, pipeline bubble included"""
+    """Seconds of the updates, pipeline bubble included"""
     logprob_s: float
-    """Passes before the updates"""
+    """Seconds of the passes before the updates"""
     rollout_at_least_s: float
     bubble: float
-    """Fraction of an update that a stage waits"""
+    """Fraction of an update in which a stage waits"""
 
 
 def forward_flops_per_token(shape: Shape, parameters: ModelParameters, length: int) -> float:
-    """Mean over the tokens of a causal sequence of this length."""
+    """Operations of the forward pass per token, as a mean over the tokens of a causal sequence of this length."""
     attention = shape.attention_layers * length * shape.heads * (shape.query_columns + shape.value_columns)
     keys, values = shape.linear_key_columns, shape.linear_value_columns
     per_head = 6 * keys * values + 2 * DELTA_CHUNK * (keys + values)
@@ -50,7 +51,8 @@ def forward_flops_per_token(shape: Shape, parameters: ModelParameters, length: i
 
 
 def mtp_flops_per_token(shape: Shape, forward: float, layers: int) -> float:
-    """Of a forward pass of MTP layers, each taken for a mean layer of the model, and the output layer again.
+    """Operations of a forward pass of MTP layers, each taken for a mean layer of the model, and of the output layer
+    again.
 
     Args:
         forward: of the model, per token.

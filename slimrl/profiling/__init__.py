@@ -1,1 +1,1 @@
-"""Where the time of a run's steps goes: `slimrl train --profile` and `slimrl report` (docs/profiling.md)."""
+"""Profiles of a run's steps: `slimrl train --profile` and `slimrl report` (docs/profiling.md)."""

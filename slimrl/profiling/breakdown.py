@@ -1,4 +1,4 @@
-"""Where a step's time goes, of a profile: the driver's phases, which add up to the step, and what each process did.
+"""Breakdown of a profiled step: the driver's phases, which add up to the step, and what each process did.
 
 A span's own time is what no span inside it on the same track takes. The numbered tracks of things that go on at once,
 such as episodes, are summed, so that they can have more own time than the step is long.
@@ -16,20 +16,21 @@ BETWEEN = "between phases"
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Seconds of a recorded step."""
+    """The breakdown of a recorded step, in seconds."""
 
     number: int
     seconds: float
     phases: dict[str, float]
-    """Of the driver, with BETWEEN; their sum is `seconds`"""
+    """Seconds of the driver's phases, with BETWEEN; their sum is `seconds`"""
     processes: dict[str, dict[str, tuple[float, int]]]
-    """By process, with its thread where it has spans of several, and name of the span: own seconds, how many spans"""
+    """Own seconds and number of spans, by process (with its thread where it has spans of several) and name of the
+    span"""
     tracks: dict[str, int]
-    """How many tracks each of `processes` sums up: more than one only if they are numbered"""
+    """Number of tracks that each of `processes` sums up: more than one only if they are numbered"""
 
 
 def step_profiles(spans: Sequence[Span]) -> list[StepProfile]:
-    """Of each recorded step."""
+    """The breakdowns of all recorded steps."""
     profiles = []
     for step in (span for span in spans if span.name == STEP):
         inside = within([span for span in spans if span is not step], step.begin, step.end)
@@ -60,7 +61,7 @@ def _tables(spans: Sequence[Span]) -> dict[str, list[Span]]:
 
 
 def _kind(track: str) -> str:
-    """Of numbered tracks (Spans.lane) what they have in common; of others their name."""
+    """Common name of numbered tracks (Spans.lane); the own name of other tracks."""
     kind, _, number = track.rpartition(" ")
     return kind if kind and number.isdigit() else track
 
@@ -86,7 +87,7 @@ def own_times(spans: Sequence[Span]) -> dict[str, tuple[float, int]]:
         while outer and outer[-1].end <= span.begin:
             outer.pop()
         if outer:
-            # Of spans that overlap without one inside the other, only the common part is taken off.
+            # Where spans overlap without one inside the other, only the common part is taken off.
             seconds[outer[-1].name] -= (min(span.end, outer[-1].end) - span.begin) / 1e9
         seconds[span.name] += span.seconds
         counts[span.name] += 1

@@ -14,7 +14,7 @@ PASSES = {"forward_step": "forward", "backward_step": "backward"}
 
 
 def time_passes(spans: Spans) -> None:
-    """For the rest of this process, if the run has a profile."""
+    """Record spans of the passes for the rest of this process, if the run has a profile."""
     if not spans.is_open:
         return
     from megatron.core.pipeline_parallel import schedules

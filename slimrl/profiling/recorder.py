@@ -13,7 +13,7 @@ from slimrl.profiling.spans import LOOK_S, PROFILED, RECORDING, SPANS
 from slimrl.profiling.trace import write_trace
 
 STEP = "whole step"
-"""Span of a whole step"""
+"""Name of the span of a whole step"""
 
 
 def parse_steps(text: str) -> frozenset[int]:
@@ -35,11 +35,11 @@ def parse_steps(text: str) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """What to record of a run."""
+    """Steps of a run to record, and how."""
 
     steps: frozenset[int]
     torch: bool = False
-    """Also what torch does in the trainer's ranks"""
+    """Whether to record also what torch does in the trainer's ranks"""
 
 
 def check_profiled(profiled: Profiled | None, steps: int) -> None:
@@ -58,7 +58,7 @@ class TorchProfiled(Protocol):
 
 
 class Recorder:
-    """One run's."""
+    """Recorder of one run's profile."""
 
     def __init__(self, folder: Path, profiled: Profiled) -> None:
         """Make the folder anew, in which the run's processes look for it; so before they start."""

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 PROFILE_FOLDER = "profile"
-"""In a run's folder"""
+"""Name of the profile's folder in a run's folder"""
 PROFILED = "profiled"
 """Name of the file that tells the profile of this attempt of a run from that of an earlier one."""
 RECORDING = "recording"
 """Name of the file that exists while steps are recorded."""
 LOOK_S = 0.02
-"""Between two looks for it."""
+"""Seconds between two looks for the file RECORDING."""
 VARIABLE = "SLIMRL_PROFILE"
 """`FOLDER:PROCESS`, in the environment of processes that the run starts by themselves"""
 
@@ -33,15 +33,15 @@ _TRACK: ContextVar[str] = ContextVar("track", default="")
 
 
 class Spans:
-    """Records from `open` on; see SPANS."""
+    """Recorder of this process's spans, from `open` on; see SPANS."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
         self.process = ""
-        """What it is in the run"""
+        """Name of the process's role in the run"""
         self._file: TextIO | None = None
         self._pid = 0
-        """That opened the file: a forked process writes one of its own"""
+        """Pid of the process that opened the file: a forked process writes one of its own"""
         self._looked = float("-inf")
         self._recording = False
         self._lanes: dict[str, list[int]] = {}
@@ -49,7 +49,7 @@ class Spans:
         self._num_lanes: dict[str, int] = {}
 
     def __reduce__(self) -> str:
-        """The receiving process's own: Ray pickles an actor's class with the globals that it uses."""
+        """Pickle as the receiving process's own SPANS: Ray pickles an actor's class with the globals that it uses."""
         return "SPANS"
 
     def open(self, folder: Path, process: str) -> None:
@@ -61,7 +61,7 @@ class Spans:
         self._folder, self.process = (folder if _is_profiled(folder) else None), process
 
     def open_child(self) -> None:
-        """`open` as the parent process said by `child_variables`."""
+        """Call `open` with what the parent process gave in `child_variables`."""
         if (value := os.environ.get(VARIABLE)) is not None:
             folder, _, process = value.rpartition(":")
             self.open(Path(folder), process)
@@ -82,7 +82,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str, **details: Any) -> Iterator[None]:
-        """Records the block."""
+        """Record the block as a span."""
         if self._folder is None:
             yield
             return
@@ -152,4 +152,4 @@ def _is_profiled(folder: Path) -> bool:
 
 
 SPANS = Spans()
-"""Of this process. It is global as a logger is: what is timed lies in all layers."""
+"""Spans of this process. The recorder is global as a logger is: what is timed lies in all layers."""

@@ -14,11 +14,12 @@ from slimrl.profiling.breakdown import StepProfile
 PHASES = ("rollout", "logprobs", "train", "drain", "eval_wait", "resync", "other")
 """Metrics `time/<phase>_s` that add up to `time/step_s`; a run lacks those that it never enters."""
 MOST_ROWS = 12
-"""Of a process; what is left is one row more."""
+"""Largest number of rows of a process; what is left is one row more."""
 
 
 def phases_table(steps: Sequence[dict[str, Any]]) -> Table | None:
-    """Of the run's metrics, seconds of the phases of all steps but the first, which warms up; None without others.
+    """Table of the seconds of a run's phases, from the metrics of all steps but the first, which warms up; None without
+    others.
 
     Evaluations follow, which are no part of a step.
     """
@@ -40,7 +41,7 @@ def phases_table(steps: Sequence[dict[str, Any]]) -> Table | None:
 
 
 def profile_tables(profile: StepProfile) -> Group:
-    """Of one recorded step."""
+    """Tables of one recorded step."""
     table = _table(f"step {profile.number}, of its profile", "driver", "seconds", "of the step")
     for name, seconds in (*profile.phases.items(), ("step", profile.seconds)):
         table.add_row(name, f"{seconds:.3f}", f"{seconds / profile.seconds:.1%}")

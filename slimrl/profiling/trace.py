@@ -13,17 +13,17 @@ from typing import Any
 
 TRACE = "trace.json"
 TORCH_SUFFIX = ".torch.json"
-"""Of what torch's profiler wrote of a process, beside the process's spans"""
+"""Suffix of a file that torch's profiler wrote of a process, next to the file of the process's spans"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
     process: str
-    """What the process is in the run, with its pid"""
+    """Role of the process in the run, with its pid"""
     track: str
     name: str
     begin: int
-    """ns of the system clock, as `end`"""
+    """Begin of the span in ns of the system clock, as `end`"""
     end: int
     details: dict[str, Any] = field(default_factory=dict)
 

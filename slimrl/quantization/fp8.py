@@ -26,7 +26,7 @@ FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 
 MIN_ABSMAX = 1e-10
-"""Least absmax of a tile, also of zeros."""
+"""Smallest absmax of a tile, also of zeros."""
 
 NOT_FINITE = "the matrix holds NaN or infinity"
 
@@ -37,7 +37,7 @@ GPU_BAND_BYTES = 1 << 28
 """The same on a GPU, where few launches matter."""
 
 TileShape = tuple[int, int]
-"""Rows and columns of a tile."""
+"""Numbers of rows and columns of a tile."""
 
 
 _FLOAT16_FACTOR = 256.0
@@ -57,7 +57,7 @@ class BlockFp8:
 
     @classmethod
     def of_config(cls, hf_config: dict[str, Any]) -> "BlockFp8 | None":
-        """None for a config without quantisation.
+        """The `quantization_config` of a config; None for a config without quantisation.
 
         Raises:
             ValueError: another quantisation; names what is not supported.
@@ -107,11 +107,11 @@ class BlockFp8:
         return not (experts and any(f".{module}." in f".model.{name}." for name in names))
 
     def quantized_spec(self, spec: TensorSpec) -> TensorSpec:
-        """Of a matrix as it is stored."""
+        """Spec of a matrix as it is stored, in float8."""
         return replace(spec, dtype=FP8_DTYPE)
 
     def scale_spec(self, spec: TensorSpec) -> TensorSpec:
-        """Of the scales of a matrix."""
+        """Spec of the scales of a matrix."""
         rows, columns = spec.shape
         shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         return replace(spec, name=spec.name + SCALE_SUFFIX, shape=shape, dtype="float32")

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint in block FP8 are quantised: those that weight map and config both allow."""
+"""The tensors of a checkpoint in block FP8 that are quantised: those that weight map and config both allow."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence

@@ -63,9 +63,9 @@ class Bucket:
     """Parts of tensors that travel together, packed one after the other in one flat buffer."""
 
     gathered: tuple[TensorPart, ...]
-    """As the trainer has them"""
+    """Parts of the bucket as the trainer has them"""
     sent: tuple[TensorPart, ...]
-    """As the engines get them; the same object where there is no transform"""
+    """Parts of the bucket as the engines get them; the same object where there is no transform"""
 
     @property
     def gathered_bytes(self) -> int:
@@ -127,7 +127,7 @@ def too_small(specs: Sequence[TensorSpec], bucket_bytes: int, transform: Transfo
 
 
 def rows_of(spec: TensorSpec, start: int = 0, stop: int | None = None) -> TensorPart:
-    """Some rows of a tensor, or all, not yet placed in a bucket."""
+    """A part of some rows of a tensor, or of all, not yet placed in a bucket."""
     stop = num_rows(spec) if stop is None else stop
     nbytes = (stop - start) * prod(spec.shape[1:]) * element_bytes(spec.dtype)
     return TensorPart(spec=spec, start=start, stop=stop, offset=0, nbytes=nbytes)
@@ -178,7 +178,7 @@ def _rows_per_bucket(spec: TensorSpec, bucket_bytes: int, transform: Transform |
 
 
 def _sizes(parts: Sequence[TensorPart], transform: Transform | None) -> tuple[int, int]:
-    """Bytes (gathered, sent)."""
+    """Sizes of parts in bytes, (gathered, sent)."""
     gathered = sum(part.nbytes for part in parts)
     if transform is None:
         return gathered, gathered

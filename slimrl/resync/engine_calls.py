@@ -15,11 +15,11 @@ PROBE_TIMEOUT_S = 5.0
 """Deadline of an engine's sign of life after a failed call."""
 
 MAX_STRIKES = 2
-"""Failed calls of a living engine that take it out."""
+"""Number of failed calls of a living engine that take it out."""
 
 
 class EnginesFailed(EngineError):
-    """Some engines failed a call."""
+    """Some engines failed a call; `failures` has the causes by engine."""
 
     def __init__(self, failures: Mapping[str, str]) -> None:
         """
@@ -80,13 +80,13 @@ class EngineCalls:
     def __init__(self, engines: Sequence[EngineControl], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.engines = list(engines)
-        """Those that take part."""
+        """Engines that take part."""
         self.failed: dict[str, str] = {}
-        """Those that were taken out, and why."""
+        """Causes of the engines that were taken out, by name."""
         self._strikes: Counter[str] = Counter()
 
     def each[T](self, what: str, call: Callable[[EngineControl], T]) -> dict[str, T]:
-        """Raises EnginesFailed."""
+        """Call all engines and return their answers by name. Raises EnginesFailed."""
         return fan_out({engine.name: partial(call, engine) for engine in self.engines}, what, self._timeout_s)
 
     def each_or_out[T](self, what: str, call: Callable[[EngineControl], T]) -> dict[str, T]:

@@ -33,18 +33,18 @@ _Way = tuple[str, str] | None
 @dataclass(frozen=True, kw_only=True)
 class Message:
     source: str
-    """The node that has it"""
+    """Node that has the bytes"""
     targets: tuple[str, ...]
-    """Nodes that get it: one, or, by broadcast, all others of the trainer"""
+    """Nodes that get the bytes: one, or, by broadcast, all others of the trainer"""
     start: int
     stop: int
-    """Bytes of the bucket that it spans"""
+    """End of the bytes of the bucket that the message spans, excluded"""
     transformed: bool = False
-    """Whether these are of the bucket as it is sent to engines, not as it is gathered."""
+    """Whether these bytes are of the bucket as it is sent to engines, not as it is gathered."""
     columns: Place | None = None
-    """The region of a tensor that it carries, where that does not fill the span."""
+    """The region of a tensor that the message carries, where that does not fill the span."""
     rail: int = 0
-    """Which rank of each node works on it, by their order there"""
+    """Number of the rank that works on the message, among the ranks of its node in order"""
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class Message:
 
 
 def messages(plan: ResyncPlan, bucket: Bucket) -> list[Message]:
-    """What nodes pass on of a bucket, in one order for all, in as few messages as possible."""
+    """The messages between nodes for a bucket, in one order for all, in as few as possible."""
     each = [
         _message(place, source, targets, transformed=bool(block.outputs))
         for block in plan.blocks(bucket)
@@ -76,7 +76,7 @@ def messages(plan: ResyncPlan, bucket: Bucket) -> list[Message]:
 
 
 class Exchange:
-    """A rank on its rail. Made by all ranks of the trainer together; those of no rail do nothing in it.
+    """The exchange of one rank on its rail. Made by all ranks of the trainer together; those of no rail do nothing.
 
     Raises RankError: another rank died or is late.
     """

@@ -25,7 +25,8 @@ _Key = tuple[str, tuple[int, ...]]
 
 
 class ExpectedFingerprints:
-    """Of one version. All ranks construct it; `record` is called once for each place of a tensor, on any rank.
+    """The expected fingerprints of one version. All ranks construct it; `record` is called once for each place of a
+    tensor, on any rank.
 
     Args:
         layout: of all the trainer's tensors.
@@ -41,9 +42,9 @@ class ExpectedFingerprints:
         # A dict, for its order.
         self._changed = dict.fromkeys(spec.name for spec in self._layout if transform and transform.changes(spec))
         self.names = [name for name in every_name if name in due]
-        """Tensors to verify, as the engines get them"""
+        """Names of the tensors to verify, as the engines get them"""
         self.draft_names = [name for name in self.names if name in of_drafts]
-        """Those of the engines' draft models"""
+        """Names of those tensors that are in the engines' draft models"""
         self._before: dict[_Key, int] = {}
         self._after: dict[_Key, int] = {}
 
@@ -112,7 +113,7 @@ def _gathered(name: str) -> str:
 
 
 def _pieces_hash(source: WeightSource, spec: TensorSpec, pieces: Sequence[SourcePiece], rank: int) -> int:
-    """Of the pieces that this rank hashes; the holders of a tensor's pieces take turns."""
+    """Sum of the hashes of the pieces that this rank hashes; the holders of a tensor's pieces take turns."""
     total = 0
     for number, piece in enumerate(pieces):
         if piece.holders[number % len(piece.holders)] == rank:

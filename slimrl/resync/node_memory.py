@@ -8,7 +8,7 @@ from slimrl.resync.ranks import RankError, Ranks
 
 
 class NodeMemory:
-    """All ranks construct it together.
+    """Buffers on the leader of this rank's node. All ranks construct it together.
 
     Args:
         leader: of this rank's node.
@@ -23,9 +23,9 @@ class NodeMemory:
 
     def __init__(self, ranks: Ranks, leader: int, count: int, nbytes: int, run_id: str, *, mapped: bool) -> None:
         self.buffers: list[SharedBuffer] = []
-        """Empty on all ranks but the leader."""
+        """The leader's buffers; empty on other ranks."""
         self.tensors: list[Tensor] = []
-        """uint8 [nbytes]; on other ranks those of the leader, if they are mapped."""
+        """The buffers as tensors, uint8 [nbytes]; on other ranks those of the leader, if they are mapped."""
         try:
             self._allocate(ranks, count if ranks.rank == leader else 0, nbytes, run_id)
             self.tensors = [buffer.tensor for buffer in self.buffers]
@@ -38,7 +38,7 @@ class NodeMemory:
 
     @property
     def nbytes(self) -> int:
-        """Memory that this rank holds."""
+        """Bytes of memory that this rank holds."""
         return sum(buffer.tensor.numel() for buffer in self.buffers)
 
     def close(self) -> None:

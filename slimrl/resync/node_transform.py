@@ -17,11 +17,11 @@ from slimrl.resync.plan import Block, ResyncPlan
 from slimrl.resync.report import Clock
 
 Record = Callable[[Place, Tensor, Sequence[tuple[Place, Tensor]]], None]
-"""Called with a place, its values, and what the transform made of it."""
+"""Function that is called with a place, its values, and what the transform made of it."""
 
 
 class NodeTransform:
-    """Of a plan with a transform, on a leader."""
+    """The transform of a plan's buckets on a leader."""
 
     def __init__(self, plan: ResyncPlan, rank: int) -> None:
         assert plan.transform is not None

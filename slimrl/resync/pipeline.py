@@ -31,10 +31,10 @@ from slimrl.resync.report import Clock
 from slimrl.resync.sending import SendClock, SendThread
 
 Progress = Callable[[int, int], None]
-"""Called with (buckets sent, buckets in all)."""
+"""Function that is called with (buckets sent, buckets in all)."""
 
 Send = Callable[[Sequence[TensorPart], SharedBuffer], None]
-"""See Transport."""
+"""Function that sends a bucket; see Transport.send."""
 
 SyncErrors = Callable[[str, Exception | None], None]
 """Called on all ranks with the place and this rank's error or None; raises on all where any has an error."""
@@ -43,7 +43,8 @@ NUM_SLOTS = 2
 
 
 class Pipeline:
-    """One rank of it, with its memory. All ranks construct it together. Frees the buffers of killed runs first.
+    """One rank of the pipeline, with its memory. All ranks construct it together. Frees the buffers of killed runs
+    first.
 
     Raises:
         OSError: on all ranks, when a node or a device has no memory left.
@@ -80,7 +81,7 @@ class Pipeline:
 
     @property
     def nbytes(self) -> int:
-        """Memory that this rank holds."""
+        """Bytes of memory that this rank holds."""
         return sum(memory.nbytes for memory in {self._stages, self._slots})
 
     def run(
@@ -135,7 +136,7 @@ class Pipeline:
             self._exchange = None
 
     def _fill(self, number: int, slot: int, clock: Clock, record: Record) -> ValueError | None:
-        """Fill a slot with a bucket; returns what the transform raised, for all ranks to hear."""
+        """Fill a slot with a bucket; returns what the transform raised, which all ranks must learn."""
         stages, slots, transform = self._stages.tensors, self._slots.tensors, self._node_transform
         gathered = stages[slot % len(stages)]
         # A rank that is no leader may map none.

@@ -1,4 +1,4 @@
-"""Which rank does what in a resync: pure functions of the trainer's layout and the engines' nodes.
+"""The part of each rank in a resync: pure functions of the trainer's layout and the engines' nodes.
 
 Each node of the trainer has a leader, its lowest rank. A bucket is gathered in the leader's shared memory. Leaders that
 serve engines are senders: with `ipc` those of the engines' nodes, with other transports rank 0 alone.
@@ -22,10 +22,10 @@ from slimrl.resync.buckets import Bucket, Transform, cut_buckets
 @dataclass(frozen=True, kw_only=True)
 class Sender:
     rank: int
-    """Of the trainer"""
+    """Rank of the trainer"""
     node: str
     engines: tuple[str, ...]
-    """Names of the engines to which it sends"""
+    """Names of the engines to which the rank sends"""
 
 
 Overlap = tuple[TensorPart, Region, SourcePiece]
@@ -39,18 +39,19 @@ class Block:
     part: TensorPart
     region: Region
     piece: SourcePiece
-    """Its holders together hold the block."""
+    """The piece that the block is of; its holders together hold the block."""
     outputs: tuple[Place, ...] = ()
-    """What a node transforms it into before it passes it on; empty where it travels as it is."""
+    """Places of the results into which a node transforms the block before it passes it on; empty where it travels as it
+    is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResyncPlan:
     buckets: tuple[Bucket, ...]
     pieces: Mapping[str, tuple[SourcePiece, ...]]
-    """By the tensor's name"""
+    """Pieces of each tensor, by its name"""
     nodes: tuple[str, ...]
-    """Node of each trainer rank"""
+    """Name of the node of each trainer rank"""
     senders: tuple[Sender, ...]
     transform: Transform | None = None
 
@@ -71,7 +72,7 @@ class ResyncPlan:
         return tuple(dict(zip(ranks, members, strict=True)) for members in zip(*ranks.values(), strict=False))
 
     def sender(self, rank: int) -> Sender | None:
-        """None for a rank that sends to no engine."""
+        """The rank as a sender; None for a rank that sends to no engine."""
         return next((sender for sender in self.senders if sender.rank == rank), None)
 
     def owners(self, piece: SourcePiece) -> Mapping[str, int]:
@@ -143,7 +144,7 @@ class ResyncPlan:
                 yield part, (slice(start, stop), *piece.region[1:]) if piece.region else (), piece
 
     def _joined(self, overlaps: list[Overlap]) -> list[Overlap]:
-        """One overlap instead of all those of a part, where the same nodes hold each: then their routes are equal."""
+        """Overlaps of a part, as one if the same nodes hold each: then their routes are equal."""
         if len(overlaps) == 1 or len({tuple(self.owners(piece)) for _, _, piece in overlaps}) > 1:
             return overlaps
         part = overlaps[0][0]
@@ -151,7 +152,7 @@ class ResyncPlan:
         return [(part, part.region, SourcePiece(region=part.region, holders=holders))]
 
     def _outputs(self, bucket: Bucket, overlaps: list[Overlap]) -> list[tuple[Place, ...]]:
-        """Of each overlap of a part; if one has none, none has any."""
+        """Results of each overlap of a part; if one overlap has none, none has any."""
         part = overlaps[0][0]
         none: list[tuple[Place, ...]] = [()] * len(overlaps)
         if self.transform is None or len(self.leaders) == 1 or not self.transform.changes(part.spec):
@@ -176,7 +177,7 @@ class ResyncPlan:
 
     @cached_property
     def _others(self) -> dict[str, tuple[str, ...]]:
-        """All nodes but this one."""
+        """Names of all other nodes, for each node."""
         return {node: tuple(other for other in self.leaders if other != node) for node in self.leaders}
 
     @cached_property

@@ -49,7 +49,7 @@ class Ranks:
         return int(value.item())
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on all ranks."""
+        """The values of all ranks, by rank, on all ranks."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size

@@ -20,30 +20,32 @@ class ResyncReport:
     """Tensor bytes sent, counted once however many engines received them."""
     buckets: int
     seconds: float
-    """From pause to resume"""
+    """Duration from pause to resume"""
     stage_seconds: dict[str, float]
-    """Of the slowest rank. pause: with opening the update. gather, transform: in the trainer. send: until engines have
-    loaded, beside the former two. wait: the part of it in which the trainer had nothing else to do. agree: on each
-    bucket, with waiting for other ranks. activate: closing the update, flush, version, resume. verify: fingerprints of
-    the engines' and the trainer's tensors. hash: fingerprints before and after the transform, bucket by bucket."""
+    """Seconds of each stage on the slowest rank. pause: with opening the update. gather, transform: in the trainer.
+    send: until engines have loaded, at the same time as the former two. wait: the part of it in which the trainer had
+    nothing else to do. agree: on each bucket, with waiting for other ranks. activate: closing the update, flush,
+    version, resume. verify: fingerprints of the engines' and the trainer's tensors. hash: fingerprints before and after
+    the transform, bucket by bucket."""
     verified_tensors: int
-    """Tensors compared, counted once per engine."""
+    """Number of tensors compared, counted once per engine."""
     mismatching: tuple[str, ...]
-    """`<engine>: <tensor>` of each that differed. If there are any, all engines are still paused."""
+    """Names of the tensors that differed, `<engine>: <tensor>`. If there are any, all engines are still paused."""
     failed_engines: dict[str, str]
     """Engines that were taken out, and why; they are paused or dead."""
     stale_requests: int
-    """Requests that continue with keys and values of earlier weights."""
+    """Number of requests that continue with keys and values of earlier weights."""
     peak_extra_bytes: int
-    """Memory for resyncs on the rank that holds most."""
+    """Bytes of memory for resyncs on the rank that holds most."""
     written_bytes: int | None = None
-    """Of the version's files (`disk`, `delta`)"""
+    """Size of the version's files (`disk`, `delta`); None for other transports"""
     changed_fraction: float | None = None
-    """Of all elements, against the version before (`delta`); None for a version that is written whole"""
+    """Fraction of all elements that changed since the version before (`delta`); None for a version that is written
+    whole"""
 
     @property
     def transfer_seconds(self) -> float:
-        """From pause to resume, without the verification that follows the transfer."""
+        """Duration from pause to resume, without the verification that follows the transfer."""
         return self.seconds - self.stage_seconds["verify"]
 
 

@@ -256,7 +256,7 @@ class ResyncSession:
 
 
 def _loaded_prints(expected: ExpectedFingerprints, engine: EngineControl) -> dict[str, str]:
-    """Those of an engine's model and of its draft model."""
+    """Fingerprints of the loaded tensors of an engine's model and of its draft model."""
     drafts = expected.draft_names
     names = [name for name in expected.names if name not in set(drafts)]
     prints = engine.fingerprints(names) if names else {}

@@ -70,7 +70,8 @@ class Quantize:
         return [rows_of(self._fp8.quantized_spec(spec), start, stop), rows_of(self._fp8.scale_spec(spec), *tiles)]
 
     def output_regions(self, spec: TensorSpec, region: Region) -> tuple[Region, ...] | None:
-        """None for a tensor that stays as it is, and for a region that has a part of a tile."""
+        """The regions of the outputs; None for a tensor that stays as it is, and for a region that has a part of a
+        tile."""
         if not self.changes(spec):
             return None
         for edge, size, tile in zip(region, spec.shape, self._fp8.block, strict=True):
@@ -99,12 +100,13 @@ class Quantize:
             raise ValueError(f"{name}: {NOT_FINITE}")
 
     def _tiles(self, region: Region) -> Region:
-        """Of a region that begins and ends with tiles or with its matrix; both counted from a part's first row."""
+        """The region of the scales of a region that begins and ends with tiles or with its matrix; both counted from a
+        part's first row."""
         pairs = zip(region, self._fp8.block, strict=True)
         return tuple(slice(edge.start // tile, -(-edge.stop // tile)) for edge, tile in pairs)
 
     def _copy_plain(self, bucket: Bucket, gathered: Tensor, sent: Tensor, places: Sequence[Place]) -> None:
-        """The tensors that stay as they are."""
+        """Copy the tensors that stay as they are."""
         for part, _ in places:
             if not self.changes(part.spec):
                 (output,) = bucket.outputs(self, part)
@@ -118,7 +120,7 @@ class RoundToFp8(Quantize):
         return [part]
 
     def output_regions(self, spec: TensorSpec, region: Region) -> None:
-        """None: the values are as large as before."""
+        """Returns None for every region: the values are as large as before."""
 
     def apply(self, bucket: Bucket, gathered: Tensor, sent: Tensor, places: Sequence[Place] | None = None) -> None:
         """Raises ValueError: a matrix holds NaN or infinity."""

@@ -22,13 +22,13 @@ from slimrl.versions.manifest import Frame, Manifest, StoredTensor, VersionRef, 
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """At most BLOCK_BYTES of a tensor."""
+    """A block of a tensor, at most BLOCK_BYTES."""
 
     spec: TensorSpec
     start: int
-    """Its first byte within the tensor."""
+    """Offset of the block's first byte within the tensor."""
     data: np.ndarray
-    """uint8"""
+    """uint8, bytes of the block"""
 
 
 class VersionWriter:
@@ -40,12 +40,13 @@ class VersionWriter:
     """
 
     changed_fraction: float | None = None
-    """Of all elements, against the base, when the version is finished; None for a version without a base."""
+    """Fraction of all elements that changed since the base, when the version is finished; None for a version without a
+    base."""
 
     def __init__(self, folder: Path, ref: VersionRef, specs: Sequence[TensorSpec]) -> None:
         self._folder, self._ref, self._specs = folder, ref, specs
         self._hashing: dict[str, tuple[xxhash.xxh3_64, int]] = {}
-        """Of tensors of which not all rows have come: the hash so far, and the next row"""
+        """Hash so far and next row of each tensor of which not all rows have come"""
         self._hashes: dict[str, str] = {}
         self._pool = ThreadPoolExecutor(num_workers())
         self._syncs: list[Future[None]] = []

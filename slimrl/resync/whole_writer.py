@@ -1,4 +1,4 @@
-"""A version written as a whole: a Hugging Face checkpoint with a manifest beside it."""
+"""A version written as a whole: a Hugging Face checkpoint, and a manifest in its folder."""
 
 import json
 import os
@@ -95,7 +95,7 @@ class WholeWriter(VersionWriter):
 
 
 def _common_dtype(specs: Sequence[TensorSpec]) -> str:
-    """That of most of the bytes: expert biases may be float32 beside weights in bfloat16."""
+    """Dtype of most of the bytes: expert biases may be float32 where the weights are bfloat16."""
     nbytes: Counter[str] = Counter()
     for spec in specs:
         nbytes[spec.dtype] += spec_bytes(spec)

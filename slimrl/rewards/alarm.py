@@ -47,10 +47,10 @@ class PartSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class PartPoint:
-    """One step, in units of the reward."""
+    """One step's point of each series, in units of the reward."""
 
     verified: float | None
-    """None if no trajectory has a verified part"""
+    """Mean of what the verified parts count; None if no trajectory has a verified part"""
     proxies: dict[str, float]
 
 

@@ -36,16 +36,16 @@ KEPT_TESTS = 64
 LENGTH_BYTES = 10
 """Digits in front of the program on the harness's stdin."""
 RELATIVE, ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
-"""By how much a printed number may differ from an expected one with a fraction, as in APPS and TACO."""
+"""Relative and absolute tolerance of a printed number where the expected one has a fraction, as in APPS and TACO."""
 _READS = re.compile(r"\b(input|open)\s*\(|\b(stdin|fileinput)\b")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 
 
 class Credit(str, Enum):
     all = "all"
-    """1.0 if all tests are passed, else 0.0."""
+    """The reward is 1.0 if all tests are passed, else 0.0."""
     fraction = "fraction"
-    """The fraction of tests passed. A program that always prints the same may pass a good part."""
+    """The reward is the fraction of tests passed. A program that always prints the same may pass a good part."""
 
 
 class CodeTests:
@@ -127,7 +127,7 @@ class CodeTests:
         return program_block(last_text(trajectory) or "", tests) if self._in_block else self._place.of(trajectory)
 
     async def _pass_cases(self, code: str, cases: Sequence[tuple[str, str]]) -> list[bool]:
-        """Which were passed, up to the one that decides all or after which there is no time."""
+        """Which test cases were passed, up to the one that decides all or after which there is no time."""
         passed: list[bool] = []
         seconds = 0.0
         for given, expected in cases:
@@ -147,7 +147,7 @@ class CodeTests:
         return await self._judge(code, tests.before, {"texts": tests.texts, "setup": tests.setup, **names})
 
     async def _judge(self, code: str, before: str, tests: dict[str, Any]) -> list[bool]:
-        """Which were passed, up to the end of the run; none if there are verdicts that no test has."""
+        """Which tests were passed, up to the end of the run; an empty list if there are verdicts that no test has."""
         program = json.dumps({"code": code, "before": before}).encode()
         given = json.dumps({"checks": self._checks, "texts": [], "calls": [], **tests}).encode()
         stdin = b"%0*d" % (LENGTH_BYTES, len(program)) + program + given
@@ -206,6 +206,6 @@ def _same_word(printed: str, expected: str) -> bool:
     ours, theirs = Decimal(printed), Decimal(expected)
     if ours == theirs or not set(expected) & set(".eE"):
         return ours == theirs
-    # Of whole numbers, however they are written, the next one is never near.
+    # The next whole number is never near, however it is written.
     size: Decimal = min(abs(theirs), Decimal(1)) if theirs == theirs.to_integral_value() else abs(theirs)
     return abs(ours - theirs) <= ABSOLUTE + RELATIVE * size

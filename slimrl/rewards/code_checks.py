@@ -24,7 +24,7 @@ SOLUTION = "solution"
 CHECKED = "__checked__"
 """Name of what a counted test calls after each check that held."""
 PACKAGES = {"np": "numpy", "numpy": "numpy", "pytest": "pytest", "sympy": "sympy", "scipy": "scipy", "pd": "pandas"}
-"""Modules beside the standard library that tests name without importing them."""
+"""Modules outside of the standard library that tests name without importing them."""
 HELPERS = {
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"),
     "copy": ("deepcopy",),
@@ -53,14 +53,14 @@ type Definition = ast.FunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the names come from that a test uses and does not define."""
+    """Origins of the names that a test uses and does not define."""
 
     python: dict[str, str]
-    """Name -> `module` or `module:attribute`."""
+    """Names of Python: name -> `module` or `module:attribute`."""
     program: frozenset[str]
-    """What the policy's program has to give."""
+    """Names that the policy's program has to define."""
     packages: frozenset[str]
-    """Modules beside the standard library that the test needs."""
+    """Modules outside of the standard library that the test needs."""
 
 
 class Code:
@@ -104,7 +104,7 @@ def parsed(text: str) -> ast.Module:
 
 
 def sources(tests: Sequence[Code], setup: Code, entry: str = "") -> Sources:
-    """Where the names of tests come from.
+    """Find where the names of tests come from.
 
     Args:
         tests: all of one program.

@@ -37,7 +37,7 @@ LENGTH_BYTES = 10
 SOLUTION = "solution"
 """Name of the module that holds the policy's program."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""By how much a result may differ from an expected fraction"""
+"""Relative and absolute tolerance of a result where an expected number has a fraction"""
 ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 """Raised within a test's `all(map(...))` they would end it as if all were well."""
 
@@ -108,13 +108,14 @@ def serve(code: str, before: str, requests: TextIO, replies: TextIO) -> None:
 
 
 class Policy:
-    """The parent's end of the pipe."""
+    """The parent's end of the pipe to the process that runs the policy's program."""
 
     def __init__(self, requests: TextIO, replies: TextIO) -> None:
         self.requests, self.replies = requests, replies
         self.asked = 0
         self.broken = False
-        """It has ended, or lacked a name: no test goes on as if it had raised an exception that was expected."""
+        """Whether the program has ended, or lacked a name: no test goes on as if it had raised an exception that was
+        expected."""
 
     def name(self, name: str) -> Any:
         try:

@@ -9,7 +9,7 @@
   called with the row's `entry_point`, after the code of its `prompt`; unittest, and pytest without fixtures.
 - a row of these as an object, and each of them as JSON text.
 
-What stands beside the tests in a row is looked for in the object that holds them, then in the prompt's metadata.
+What stands next to the tests in a row is looked for in the object that holds them, then in the prompt's metadata.
 """
 
 import ast
@@ -56,7 +56,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Texts:
-    """Tests in Python."""
+    """Tests that are Python code."""
 
     texts: Sequence[str]
     setup: str
@@ -64,14 +64,14 @@ class Texts:
     before: str
     """Code whose names the program has from the start"""
     names: Sources
-    """Where the names that the tests do not define come from"""
+    """Origins of the names that the tests do not define"""
 
 
 type Tests = Cases | Calls | Texts
 
 
 def read_tests(prompt: Prompt, key: str = "") -> Tests:
-    """The tests of a prompt.
+    """Read the tests of a prompt.
 
     Args:
         key: of its metadata; empty for the label.

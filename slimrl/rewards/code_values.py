@@ -93,7 +93,7 @@ def encode_nodes(root: Any, keep: Callable[[Any], int]) -> list[Any]:
 
 
 def attributes(node: Any) -> list[tuple[str, Any]]:
-    """In its dict or in slots."""
+    """Attributes of an object with their values, from its dict and its slots."""
     slots = [name for kind in type(node).__mro__ for name, one in vars(kind).items() if inspect.ismemberdescriptor(one)]
     return [
         *getattr(node, "__dict__", {}).items(),

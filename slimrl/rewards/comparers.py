@@ -26,7 +26,7 @@ from queue import Empty, LifoQueue
 from slimrl.data.waits import is_over, waiting
 
 MAX_COMPARERS = 8
-"""A comparison takes some hundredths of a second, so more are not needed."""
+"""Most processes that compare; a comparison takes some hundredths of a second, so more are not needed."""
 CPU_LIMIT_S = 5
 """CPU time limit of one comparison."""
 DEADLINE_S = 300.0
@@ -41,7 +41,7 @@ KEPT_BYTES = 192 * 1024**2
 _PROGRAM = Path(__file__).with_name("comparison.py")
 """Started as a file: `-m` would need the package on the path, which a container may not have."""
 END_S = 10.0
-"""How long a killed process may take to end."""
+"""Seconds that a killed process may take to end."""
 
 
 class OutOfCpuTime(Exception):
@@ -53,7 +53,7 @@ class ComparerFailed(Exception):
 
 
 class Comparers:
-    """At most `max_processes` processes, started when needed.
+    """A pool of at most `max_processes` processes that compare answers, started when needed.
 
     Args:
         cpu_limit_s: CPU time of one comparison, without the start of the process.
@@ -128,10 +128,10 @@ class Comparers:
 
 
 class _Comparer:
-    """One process, used by one thread at a time."""
+    """One process that compares answers, used by one thread at a time."""
 
     def __init__(self, cpu_limit_s: int, deadline_s: float) -> None:
-        # In a new session, so Ctrl-C reaches the driver alone. -P: files beside the program do not shadow modules.
+        # In a new session, so Ctrl-C reaches the driver alone. -P: files next to the program do not shadow modules.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM), str(cpu_limit_s), str(MEMORY_BYTES)],
             stdin=subprocess.PIPE,
@@ -153,7 +153,7 @@ class _Comparer:
 
     @property
     def resident_bytes(self) -> int:
-        """Its memory; 0 if it has just ended."""
+        """Resident memory of the process; 0 if it has just ended."""
         with suppress(FileNotFoundError, ProcessLookupError):
             return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
         return 0

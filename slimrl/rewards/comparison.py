@@ -36,11 +36,11 @@ _NORMALIZATION = replace(LatexExtractionConfig().normalization_config, units=Fal
 """math-verify's own, but for units: it would drop letters such as m and t from the end, of `3m` and of `2ab`."""
 
 _DROPPED = ("'", '"', "...", r"\ldots")
-"""What math-verify takes out of an answer as if it said nothing."""
+"""Marks that math-verify removes from an answer, though they change what it says."""
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CAPITAL = re.compile(r"\\mathbb ?\{[A-Z]\}|\\[A-Za-z]+|[A-Z]")
-"""Or what contains capitals and is one thing"""
+"""A capital, or a LaTeX command, which is one thing even where it contains capitals"""
 _GREEK = [
     rf"\{name} "
     for name in ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu",
@@ -60,7 +60,7 @@ def equivalent(answer: str, label: str) -> bool:
 
 
 def _with_cases(answer: str, label: str) -> list[str]:
-    """Both with each capital whose small letter stands in one of them as a Greek letter that stands in none, since
+    """Both texts, with each capital replaced by an unused Greek letter if its small letter occurs too, since
     math-verify takes R for r."""
     letters = set(_COMMAND.sub("", answer + label))
     capitals = sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters)
@@ -99,7 +99,7 @@ def cpu_limit(seconds: int) -> Iterator[None]:
 
 
 def limit_memory(added_bytes: int) -> None:
-    """Have the kernel refuse this process more than `added_bytes` of address space beside what it has."""
+    """Have the kernel refuse this process more than `added_bytes` of address space on top of what it has."""
     with open("/proc/self/statm") as file:
         size_bytes = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size_bytes + added_bytes, size_bytes + added_bytes))

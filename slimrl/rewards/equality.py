@@ -53,7 +53,8 @@ def same(answer: Answer, label: Answer, ask: Ask) -> bool:
 
 
 def _may_be_set(one: Answer) -> TypeGuard[Group | Relation | Quantity]:
-    """Or a matrix. A single expression is none: math-verify would take a set of one item for the item."""
+    """Whether an answer may be a set or a matrix. A single expression is none: math-verify would take a set of one item
+    for the item."""
     if isinstance(one, Quantity):
         return one.value is None and not one.unit and bool(_SET_OR_MATRIX.search(one.text))
     return isinstance(one, Group | Relation)
@@ -83,12 +84,14 @@ def _same_quantities(answer: Quantity, label: Quantity, ask: Ask) -> bool:
 
 
 def _written_out(one: Quantity) -> str:
-    r"""With the unit as letters, since `5\text{ m}` is also written `5 m`, which could be a product."""
+    r"""A quantity's text with the unit as letters, since `5\text{ m}` is also written `5 m`, which could be a
+    product."""
     return (one.text + one.unit).replace(" ", "")
 
 
 def _values(value: Fraction, unit: str, other_unit: str) -> set[Fraction]:
-    """What a number stands for beside another: a percentage beside a plain number also for its hundredth."""
+    """Values that a number may stand for, compared with another: a percentage, compared with a plain number, also for
+    its hundredth."""
     return {value, value / 100} if unit == PERCENT != other_unit else {value}
 
 

@@ -12,7 +12,7 @@ from slimrl.rewards.texts import last_text, own_texts
 
 
 class Texts(str, Enum):
-    """Which texts must have the form."""
+    """The texts of a trajectory that must have the form: the policy's last one, or every one."""
 
     last = "last"
     every = "every"
@@ -70,7 +70,7 @@ def _which(texts: str) -> Texts:
 
 
 def _given(trajectory: Trajectory, texts: Texts) -> list[str]:
-    """None at all if the policy does not have the last word."""
+    """The texts that must have the form; none if the last message is not the policy's."""
     last = last_text(trajectory)
     if last is None:
         return []

@@ -14,7 +14,7 @@ from slimrl.rewards.retries import Retries
 from slimrl.rewards.scoring import call_reward, finite_number
 
 GroupReward = Callable[[Sequence[Trajectory], Prompt], Sequence[float] | Awaitable[Sequence[float]]]
-"""One finite number for each trajectory of a prompt, in order."""
+"""Reward function of a group: gives one finite number for each trajectory of a prompt, in order."""
 
 
 class PendingGroups:

@@ -17,20 +17,20 @@ from slimrl.rewards.verdict_line import BETTER, VerdictForm, score_form
 from slimrl.rewards.verdicts import Judges
 
 MAX_CHARACTERS = 40_000
-"""Of a text to judge, which must fit the judge's context."""
+"""Longest text to judge; it must fit the judge's context."""
 EXAMPLE = Prompt(prompt_id="example", messages=[{"role": "user", "content": "What is 1 + 1?"}], label="2")
-"""On which the start asks for a verdict"""
+"""Prompt on which the start asks the judge for a verdict"""
 
 
 class Shown(str, Enum):
     answer = "answer"
-    """The policy's last text."""
+    """The judge sees the policy's last text."""
     conversation = "conversation"
-    """All its texts and calls, and what it was told."""
+    """The judge sees all texts and calls of the policy, and the other messages."""
 
 
 class _Judging:
-    """What the two rewards share.
+    """Common part of the two rewards.
 
     Args:
         url: base of the API, up to `/v1`.
@@ -165,7 +165,7 @@ class Pairwise(_Judging):
 
 
 def _pairs(number: int, opponents: int) -> list[tuple[int, int]]:
-    """Every pair once, or those of each answer with its next ones around the circle."""
+    """The pairs of answers to compare: every pair once, or each answer with its next ones around the circle."""
     if not opponents or opponents >= number // 2:
         return list(combinations(range(number), 2))
     return [(one, (one + step) % number) for one in range(number) for step in range(1, opponents + 1)]

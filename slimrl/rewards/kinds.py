@@ -26,9 +26,9 @@ from slimrl.rewards.numerals import in_base, number
 from slimrl.rewards.units import split_unit
 
 MAX_CHARACTERS = 1000
-"""A longer answer is only a number or words."""
+"""Longest answer that is read in full; a longer one is only a number or words."""
 MAX_DEPTH = 20
-"""The same holds for brackets nested deeper; reading is recursive."""
+"""Deepest nesting of brackets that is read in full; reading is recursive."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Quantity:
     """A number, or an expression, with a unit."""
 
     text: str
-    """Without the unit; LaTeX"""
+    """The expression without its unit, in LaTeX"""
     value: Fraction | None = None
-    """None of an expression"""
+    """Value of a number; None for an expression"""
     unit: str = ""
 
 
@@ -76,7 +76,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    """Another equation, or an inequality; LaTeX."""
+    """An equation without a name on its left, or an inequality; LaTeX."""
 
     text: str
 
@@ -295,7 +295,7 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _depths(text: str) -> list[int] | None:
-    """In how many brackets each character stands, of any form, since intervals mix them; None if they do not match."""
+    """Depth of brackets at each character, of any form, since intervals mix them; None if they do not match."""
     depths, depth = [], 0
     for character in text:
         depth -= character in _CLOSED

@@ -13,7 +13,7 @@ import numpy as np
 from slimrl.data.trajectory import Prompt
 
 HOLES = {"None", "nan", "NaN", "<NA>", "NaT", "null"}
-"""What a hole in a table becomes as text"""
+"""Texts that stand for a missing value after a table was written as text"""
 
 
 def label_text(label: Any) -> str:
@@ -59,7 +59,8 @@ def label_list(prompt: Prompt) -> list[str]:
 
 
 def checked_by[F: Callable[..., Any]](check: Callable[[Prompt], Any]) -> Callable[[F], F]:
-    """Gives a reward function the method `check_prompt`, with which it refuses prompts when they are read."""
+    """Decorator that gives a reward function the method `check_prompt`, with which it refuses prompts when they are
+    read."""
 
     def with_check(function: F) -> F:
         vars(function)["check_prompt"] = check

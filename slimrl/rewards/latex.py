@@ -53,7 +53,7 @@ _ARGUMENT = r"(\{[^{}]*\}|\d|[A-Za-z]|\\pi)"
 _FRACTION = re.compile(rf"\\frac ?{_ARGUMENT} ?{_ARGUMENT}")
 _ROOT = re.compile(r"\\sqrt ?(?:(\d+|[A-Za-z]|\\pi)|\(([^()]*)\))", re.ASCII)
 _FULL_STOP = re.compile(r"(?<!\.) *\.$")
-"""Not the end of an ellipsis"""
+"""A full stop at the end, which is not the end of an ellipsis"""
 _BARE_NAME = re.compile(r"(?<![A-Za-z\\])(pi|sqrt|sin|cos|tan|log|ln|exp|infty|infinity)(?![A-Za-z])")
 
 

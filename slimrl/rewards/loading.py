@@ -25,15 +25,15 @@ NO_SUPPLIES = Supplies()
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """What scores trajectories."""
+    """The reward functions that score trajectories."""
 
     function: SingleReward | PartsReward
-    """Of a trajectory and its prompt"""
+    """Reward of a trajectory and its prompt"""
     group: Sequence[Part] = ()
-    """Of a prompt's trajectories and the prompt"""
+    """Parts that are rewards of groups: functions of a prompt's trajectories and the prompt"""
     retries: Retries = NO_RETRIES
     parts: Sequence[Part] = ()
-    """All parts, to be started and closed"""
+    """All parts of both, which have to be started and closed"""
 
 
 def load_rewards(

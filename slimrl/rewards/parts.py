@@ -19,7 +19,7 @@ from slimrl.rewards.retries import NO_RETRIES, Retries
 from slimrl.rewards.scoring import Score, call_reward, finite_number, part_name
 
 RETRIES_KEY = "num_reward_retries"
-"""Of a trajectory's metadata: how often its rewards were asked again."""
+"""Key of a trajectory's metadata: number of retries of its reward functions."""
 
 
 class PartFailed(Exception):
@@ -32,9 +32,9 @@ class Part:
 
     name: str
     function: Callable[..., Any]
-    """Of a trajectory and its prompt; in a group reward, of a prompt's trajectories and the prompt"""
+    """Function of a trajectory and its prompt; in a group reward, of a prompt's trajectories and the prompt"""
     path: str
-    """The function's import path, for errors"""
+    """Import path of the function, for errors"""
     weight: float = 1.0
     cap: float | None = None
     verified: bool = False
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        """For errors."""
+        """Name of the part with its import path, for errors."""
         return f"{self.name} ({self.path})" if self.name else self.path
 
 
@@ -70,13 +70,13 @@ class SingleReward:
         return [self.part]
 
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Any:
-        """Raises PartFailed."""
+        """The result of the reward function. Raises PartFailed."""
         return await _value(self.part, trajectory, prompt, self.retries)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartsReward:
-    """The reward function that adds up parts."""
+    """A reward that is the sum of its parts."""
 
     parts: Sequence[Part]
     by_name: Mapping[str, Part] = field(default_factory=dict)

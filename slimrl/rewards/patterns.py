@@ -7,7 +7,7 @@ meanwhile; the package `regex` releases it and stops.
 import regex
 
 DEADLINE_S = 1.0
-"""Of one match."""
+"""Deadline of one match."""
 
 
 def compiled(pattern: str, name: str) -> "regex.Pattern[str]":

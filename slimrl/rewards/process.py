@@ -22,7 +22,7 @@ class TurnCredit(str, Enum):
     """The worst turn has its score and the others 0, so the sum is the lowest score: more turns do not earn more (the
     min-form of PURE, arXiv:2504.15275)."""
     each = "each"
-    """Each turn has its score: their sum grows with the number of turns."""
+    """Each turn has its own score: their sum grows with the number of turns."""
 
 
 class ProcessReward:

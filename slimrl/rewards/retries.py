@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 FIRST_DELAY_S = 0.5
-"""Before the second attempt; each further one waits twice as long."""
+"""Seconds to wait before the second attempt; before each further one it is twice as long."""
 
 log = logging.getLogger(__name__)
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Retries:
     limit: int = 0
-    """Attempts after the first one."""
+    """Number of attempts after the first one."""
     errors: tuple[type[Exception], ...] = ()
     """The exceptions after which there is another attempt."""
     first_delay_s: float = FIRST_DELAY_S

@@ -28,9 +28,9 @@ class Score:
     turn_states: Sequence[str] = ()
     """State of the environment before each turn, for GiGPO"""
     advantage: float | None = None
-    """Of the trajectory, for `algorithm.advantage: given`"""
+    """Advantage of the trajectory, for `algorithm.advantage: given`"""
     turn_advantages: Sequence[float] = ()
-    """The same for each turn"""
+    """Advantage of each turn, for `algorithm.advantage: given` with `algorithm.credit.name: turn`"""
 
 
 RewardFunction = Callable[[Trajectory, Prompt], Reward | Score | Awaitable[Reward | Score]]

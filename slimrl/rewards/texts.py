@@ -1,4 +1,4 @@
-"""What the policy itself said, and where the answer stands in it.
+"""Texts of the policy itself, and where the answer stands in them.
 
 Tools' answers, prompts, thinking and calls are no answer: only the content of the policy's own messages counts.
 Everything here takes time linear in the text, which the policy chooses.
@@ -15,7 +15,7 @@ from slimrl.data.trajectory import Trajectory
 BOX = "\\boxed{"
 FENCE = "```"
 _BRACES = re.compile(r"[{}]|\\.", re.DOTALL)
-"""A brace, or a backslash with what it escapes"""
+"""A brace, or a backslash together with the character that it escapes"""
 _TAG = re.compile(r"<([A-Za-z][\w-]*)>")
 
 
@@ -36,7 +36,7 @@ def last_text(trajectory: Trajectory) -> str | None:
 
 
 class AnswerPlace:
-    """Where in the last text an answer stands.
+    """The place of an answer in the last text.
 
     Args:
         answer_in: `text` (all of it), `boxed` (the last \\boxed{}), `code` (the last fenced block), or a tag such as

@@ -1,6 +1,6 @@
 """Shaping of how tools are used: whether calls succeed, whether their results are used, whether a plan is kept.
 
-The measures are slimrl's own. All are proxies: give them small weights and a verified part beside them.
+The measures are slimrl's own. All are proxies: give them small weights, and add a verified part.
 """
 
 import json
@@ -13,7 +13,7 @@ from slimrl.rewards.texts import own_messages, tagged
 _WORD = re.compile(r"\w+(?:\.\d+)?")
 _STEP = re.compile(r"\s*(?:\d{1,3}[.)]|[-*])\s+`?(?P<tool>[\w.-]*\w)")
 MIN_LETTERS = 4
-"""Of a word that may show the use of a result; numbers may have any length."""
+"""Fewest letters of a word that may show the use of a result; numbers may have any length."""
 
 
 class ToolSuccess:

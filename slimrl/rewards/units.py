@@ -19,7 +19,7 @@ _NO_UNITS = {
     "or", "and", "not", "no", "none", "to", "from", "more", "less", "fewer", "than", "least", "most", "about", "if",
     "is", "are", "at", "by",
 }  # fmt: skip
-"""Words that say something else about a number"""
+"""Words behind a number that change its meaning, so that they are no units"""
 _FACTORS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SHORT = {
     "centimeter": "cm", "millimeter": "mm", "meter": "m", "kilometer": "km", "gram": "g", "kilogram": "kg",

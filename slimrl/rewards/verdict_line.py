@@ -22,9 +22,9 @@ _BETTER = re.compile(rf"better{_IS}(?:(?:text )?(a|b)|(tie))\.?", re.ASCII | re.
 @dataclass(frozen=True, kw_only=True)
 class VerdictForm[V: float | str]:
     wanted: str
-    """What the last line has to be, in words"""
+    """Description of the form that the last line must have, for the judge"""
     read: Callable[[str], V | None]
-    """The verdict of a line; None if it is none"""
+    """Function that gives the verdict in a line; None if the line has none"""
 
 
 def last_line(answer: str) -> str:
@@ -53,4 +53,4 @@ def _better(line: str) -> str | None:
 
 
 BETTER = VerdictForm(wanted="`BETTER: A`, `BETTER: B` or `BETTER: TIE`, and nothing else", read=_better)
-"""`A`, `B` or `TIE`"""
+"""Form of a comparison, whose verdict is `A`, `B` or `TIE`"""

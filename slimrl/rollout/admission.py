@@ -22,32 +22,33 @@ from typing import Any
 from slimrl.config.schema.rollout import TooOld
 
 ENDS = ("taken", "filtered", "failed", "dropped")
-"""How a group leaves."""
+"""Ways in which a group leaves."""
 
 
 @dataclass(kw_only=True)
 class Admission:
-    """Groups have numbers, from 0 in the order in which they begin."""
+    """The counts and ages of groups, which have numbers, from 0 in the order in which they begin."""
 
     batch: int
-    """Groups of an update"""
+    """Number of groups of an update"""
     max_running: int
     max_staleness: int
     too_old: TooOld
     last_version: int
-    """At which the run ends"""
+    """Version at which the run ends"""
     most_present: int | None = None
-    """Most groups that run or wait, whatever the version; None for as many as the staleness admits"""
+    """Largest number of groups that run or wait, whatever the version; None for as many as the staleness admits"""
     version: int = 0
     begun: int = 0
     running: dict[int, int] = field(default_factory=dict)
-    """By a running group's number, the version when it began: none of its tokens is of an earlier one"""
+    """Version when each running group began, by the group's number: none of its tokens is of an earlier one"""
     waiting: dict[int, int] = field(default_factory=dict)
-    """By the number of a group that has ended, the lowest version among its sampled tokens"""
+    """Lowest version among the sampled tokens of each group that has ended and waits, by the group's number"""
     ended: Counter[str] = field(default_factory=Counter)
-    """By the way in which groups left, one of ENDS, how many"""
+    """Number of groups that left in each way of ENDS"""
     surplus: int = 0
-    """Groups that were taken beyond those of `version` batches: earlier ones may have been larger, see `refit`"""
+    """Number of groups that were taken beyond those of `version` batches: earlier ones may have been larger, see
+    `refit`"""
 
     @property
     def capacity(self) -> int:
@@ -74,7 +75,7 @@ class Admission:
         return number
 
     def finish(self, number: int, lowest: int) -> None:
-        """A group has ended and can be trained on.
+        """Note that a group has ended and can be trained on.
 
         Args:
             lowest: the lowest version that sampled one of its tokens.
@@ -84,7 +85,7 @@ class Admission:
         self.waiting[number] = lowest
 
     def leave(self, number: int, end: str) -> None:
-        """A running group has ended, and nothing of it is trained on: `filtered` or `failed`."""
+        """Note that a running group has ended, and nothing of it is trained on: `filtered` or `failed`."""
         assert end in ("filtered", "failed")
         del self.running[number]
         self.ended[end] += 1
@@ -131,7 +132,7 @@ class Admission:
         return sorted(numbers)
 
     def age(self, lowest: int) -> int:
-        """Of a group, at an update that starts from the present version."""
+        """Age of a group, at an update that starts from the present version."""
         return max(0, self.version - lowest)
 
     def skip(self, version: int) -> None:
@@ -159,7 +160,7 @@ class Admission:
         return self._drop(dropped)
 
     def state(self) -> dict[str, Any]:
-        """For `restore`."""
+        """State for `restore`."""
         groups = {name: [list(item) for item in getattr(self, name).items()] for name in ("running", "waiting")}
         return {"version": self.version, "begun": self.begun, "ended": dict(self.ended), **groups}
 

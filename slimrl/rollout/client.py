@@ -45,16 +45,16 @@ from slimrl.rollout.kept_caches import SessionCache
 from slimrl.rollout.turn_batches import Ended, Kind, TurnBatches
 
 SPECULATION = {"spec_num_proposed_drafts": DRAFT_TOKENS, "spec_num_correct_drafts": ACCEPTED_DRAFT_TOKENS}
-"""What SGLang says of an answer with speculative decoding, and our name for it."""
+"""Key of SGLang's answers with speculative decoding -> our name for its value."""
 _AT_THE_END = 1 << 30
-"""Tokens between two events of a turn, beside the first one and that of its end"""
+"""Interval of a turn's events in tokens, so large that there are only the first one and that of its end"""
 _ABORT_TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
-"""Before each attempt but the first."""
+"""Seconds to wait before each attempt but the first."""
 _RETRIED_STATUSES = (500, 502, 503)
-"""From an engine that accepts no request now."""
+"""HTTP statuses of an engine that accepts no request now, which are retried."""
 _BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
-"""The request did not arrive, or the connection broke before the answer."""
+"""Exceptions for a request that did not arrive, or whose connection broke before the answer."""
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def parse_answer(
     first_expert_row: int = 0,
     num_retries: int = 0,
 ) -> GenerateResult:
-    """The result of a request.
+    """The result of a request, from the engine's answer.
 
     Args:
         first_expert_row: first token whose experts the answer has, at most `request.experts_from`.
@@ -200,7 +200,7 @@ def parse_scores(answer: dict[str, Any], count: int) -> np.ndarray:
 
 
 class SglangEngine(Engine):
-    """One per event loop; holds its connections until `aclose`."""
+    """The client of one SGLang server. One per event loop; holds its connections until `aclose`."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class SglangEngine(Engine):
             self._caches.pop(session_id, None)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """One turn.
+        """Sample one turn.
 
         Raises:
             EngineError: the engine refused, ended, or did not answer before the deadline. The request is then aborted
@@ -255,7 +255,8 @@ class SglangEngine(Engine):
     async def _together(
         self, requests: Sequence[GenerateRequest], rids: Sequence[str], kind: Kind
     ) -> AsyncIterator[Ended]:
-        """Of each request when it has ended its index and what reads its result, None where the engine refuses it.
+        """Send several requests in one call. Yields, for each request when it has ended, its index and what reads its
+        result, None where the engine refuses it.
 
         Of a request by itself SGLang would make the refusal the status of its answer.
 
@@ -333,7 +334,7 @@ class SglangEngine(Engine):
         return replace(result, counts={**result.counts, STALE_CACHE_TOKENS: stale})
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
-        """See Scorer.
+        """Score tokens under the engine's weights; see Scorer.score.
 
         Raises:
             EngineError: as `generate`.

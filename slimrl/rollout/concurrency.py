@@ -38,7 +38,7 @@ class AdaptiveConcurrency:
         return math.floor(self._limit)
 
     def observe(self, *, running: int, ended: int, retractions: int, usage: float) -> int:
-        """The new limit.
+        """The new limit of running trajectories.
 
         Args:
             running: trajectories that hold a slot now.

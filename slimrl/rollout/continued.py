@@ -27,12 +27,12 @@ from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateRes
 from slimrl.rollout.turn_logs import TurnLogs
 
 RETRY_DELAYS_S = (0.5, 2.0, 5.0)
-"""Before each further attempt at a part."""
+"""Seconds to wait before each further attempt at a part."""
 ABORT_DELAY_S = 0.1
-"""Before the part after an aborted one."""
+"""Seconds to wait before the part after an aborted one."""
 
 Decode = Callable[[Sequence[int]], str]
-"""The text of tokens, special ones included."""
+"""Function that gives the text of tokens, special ones included."""
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class ContinuedEngine(Engine):
         self._engine.close(session_id)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """One turn; it does not end with `abort`.
+        """Sample one whole turn; it does not end with `abort`.
 
         Raises:
             EngineError: the first part failed, or a later one at every attempt, or the turn was not whole before the
@@ -166,7 +166,7 @@ class _Turn:
             routed_experts=np.concatenate(self._experts)[:rows] if self._experts else None,
             cached_tokens=self._answers[0].cached_tokens,
             num_retries=self.num_retries + sum(answer.num_retries for answer in self._answers),
-            # Of the tokens behind a stop text too, which are dropped.
+            # Also for the tokens behind a stop text, which are dropped.
             counts=sum((Counter(answer.counts) for answer in self._answers), Counter()),
         )
 
@@ -176,7 +176,8 @@ class _Turn:
         return [answer.routed_experts for answer in self._answers if answer.routed_experts is not None]
 
     def _end_of_stop(self, begin: int) -> int | None:
-        """The turn's length with the token that completes a stop text, which is one of those from `begin` on."""
+        """Length of the turn with the token that completes a stop text, which is one of those from `begin` on; None if
+        none does."""
         stop = self.request.stop
         if not stop or begin == len(self.tokens):
             return None

@@ -1,4 +1,4 @@
-"""Which engine serves a request: prefixes and loads, without tasks or clocks.
+"""The choice of the engine that serves a request: prefixes and loads, without tasks or clocks.
 
 1. The load of an engine is the tokens that its running requests may come to hold: their inputs and the new tokens that
    they ask for.
@@ -19,30 +19,30 @@ from slimrl.data.seeds import derive_seed
 READ_WEIGHT = 16
 """Tokens of load that an engine may have beyond the least loaded one for each input token that it need not read."""
 MAX_PROMPTS = 10_000
-"""First requests whose engines are remembered, the latest ones."""
+"""Number of first requests whose engines are remembered, the latest ones."""
 
 
 def tokens_of(request: GenerateRequest) -> int:
-    """Most tokens that it can come to hold in an engine's cache."""
+    """Most tokens that a request can come to hold in an engine's cache."""
     return len(request.input_ids) + request.max_new_tokens
 
 
 @dataclass(kw_only=True)
 class EngineChoice:
-    """Engines are known by their addresses."""
+    """The engines' loads and prefixes, by which a request's engine is chosen. Engines are known by their addresses."""
 
     live: tuple[str, ...] = ()
-    """Those that may serve"""
+    """Addresses of the engines that may serve"""
     avoided: set[str] = field(default_factory=set)
     loads: Counter[str] = field(default_factory=Counter)
     """Tokens of the running requests of each engine, also of those that left before their requests did"""
     sessions: dict[str, str] = field(default_factory=dict)
-    """The last engine of each open session"""
+    """Address of the last engine of each open session"""
     prompts: OrderedDict[int, set[str]] = field(default_factory=OrderedDict)
-    """By the hash of a first request's tokens, the engines that had it"""
+    """Addresses of the engines that had a first request, by the hash of its tokens"""
 
     def use(self, urls: Collection[str]) -> None:
-        """These may serve from now on, and none is avoided."""
+        """Let these engines serve from now on; none of them is avoided."""
         self.live, self.avoided = tuple(dict.fromkeys(urls)), set()
 
     def begin(self, request: GenerateRequest) -> str | None:
@@ -56,7 +56,7 @@ class EngineChoice:
         unread = READ_WEIGHT * len(request.input_ids)
         costs = {url: self.loads[url] + (0 if url in has_prefix else unread) for url in usable}
         least = min(costs.values())
-        # Of equal ones the same for each key, also in other processes.
+        # Among equal ones always the same for a key, also in other processes.
         url = min((url for url in usable if costs[url] == least), key=lambda url: derive_seed(key, url))
         self.sessions[session] = url
         if isinstance(key, int):
@@ -69,11 +69,11 @@ class EngineChoice:
         self.loads[url] -= tokens_of(request)
 
     def close(self, session_id: str) -> None:
-        """Forget a session; unknown ones are ignored."""
+        """Drop a session; unknown ones are ignored."""
         self.sessions.pop(session_id, None)
 
     def avoid(self, url: str) -> None:
-        """It could not be reached."""
+        """Avoid an engine that could not be reached."""
         self.avoided.add(url)
 
     def forgive(self, url: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (50_000, 20, 10)
-"""Of gc.set_threshold"""
+"""Thresholds of the garbage collector's generations, for gc.set_threshold"""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which sampled tokens attend to keys and values of older weights, where a resync keeps caches.
+"""The sampled tokens that attend to keys and values of older weights, where a resync keeps caches.
 
 The client knows of a session, position by position, which version computed its keys and values:
 1. What an answer says was cached (`cached_tokens`, a prefix) is as old as when the session last computed it. A prefix
@@ -13,14 +13,14 @@ import numpy as np
 
 
 class SessionCache:
-    """Of one session; turns must be told in order."""
+    """The versions of one session's cached keys and values; answers must be added in order."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, int]] = []
         """(end, version) of positions that one version computed, in order"""
 
     def add(self, num_prompt: int, num_cached: int, versions_T: np.ndarray) -> int:
-        """Note an answer.
+        """Add an answer of the engine.
 
         Args:
             num_prompt: tokens of the request.

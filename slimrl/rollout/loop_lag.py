@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 PERIOD_S = 0.05
-"""Time between two measurements."""
+"""Seconds between two measurements."""
 
 
 class LoopLag:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class CachePressure:
-    """Makes the slots of trajectories; but for `take`, used on one event loop.
+    """Watches the engines' caches and makes the slots of trajectories; but for `take`, used on one event loop.
 
     Args:
         urls: of the engines that there are now.
@@ -40,12 +40,12 @@ class CachePressure:
         self._urls, self._headers = urls, {} if key is None else key.headers
         self._slots = WeakSet[Slots]()
         self._counts: dict[str, int] = {}
-        """Retractions of each engine since it started, as it last said"""
+        """Number of retractions of each engine since it started, as it last reported"""
         self._retractions = 0
         self._usages: list[float] = []
 
     def slots(self) -> Slots:
-        """Their number adapts as long as they are used."""
+        """New slots, whose number adapts as long as they are used."""
         made = Slots(self._most if self._adaptive is None else self._adaptive.limit)
         self._slots.add(made)
         return made

@@ -35,15 +35,15 @@ from slimrl.rollout.engine_choice import EngineChoice
 RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 """Delays before the further attempts of a request that every available engine has failed."""
 AVOID_S = 10.0
-"""For which an engine is avoided."""
+"""Seconds for which an engine is avoided."""
 EVALUATION = "eval_"
-"""With what the sessions of evaluations begin."""
+"""Beginning of the ids of evaluations' sessions."""
 
 log = logging.getLogger(__name__)
 
 
 class ScoringEngine(Engine, Scorer, Protocol):
-    """The client of an engine."""
+    """The client of an engine that samples and scores."""
 
 
 class RoutedEngines(Engine):
@@ -56,17 +56,17 @@ class RoutedEngines(Engine):
     def __init__(self, connect: Callable[[str], ScoringEngine], urls: Collection[str] = ()) -> None:
         self._connect = connect
         self._lock = threading.Lock()
-        """Of what `use` touches: the three below"""
+        """Lock of what `use` changes: the three attributes below"""
         self._live = tuple(dict.fromkeys(urls))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._followers: list[Callable[[], None]] = []
         self._evaluating: tuple[str, ...] | None = None
-        """Engines of the sessions of evaluations; None if these have those of all others"""
+        """Addresses of the engines that serve the sessions of evaluations; None if these go to all engines"""
         self._choice, self._of_evaluations = EngineChoice(), EngineChoice()
         self._clients: dict[str, ScoringEngine] = {}
         self._num_scored = 0
         self._attempts: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
-        """Scopes of the running requests by engine"""
+        """Timeout scopes of the running requests, by engine"""
         self._changed = asyncio.Event()
 
     def __reduce__(self) -> tuple[type["RoutedEngines"], tuple[Any, ...]]:
@@ -102,7 +102,7 @@ class RoutedEngines(Engine):
             follower()
 
     def follow(self, follower: Callable[[], None]) -> None:
-        """Call this after each `use`, in its thread: for copies in other processes."""
+        """Call a function after each `use`, in its thread: for copies in other processes."""
         with self._lock:
             self._followers.append(follower)
 
@@ -112,7 +112,7 @@ class RoutedEngines(Engine):
             client.close(session_id)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """One turn.
+        """Sample one turn on the engine that EngineChoice says, and on another one where that fails.
 
         Raises:
             EngineError: an engine refused it, too many attempts failed, or there was no answer before the deadline.
@@ -154,7 +154,8 @@ class RoutedEngines(Engine):
             return replace(result, num_retries=result.num_retries + failures + moves)
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
-        """See Scorer; the engines that serve in turn, and the next one where one leaves or cannot be reached.
+        """Score tokens; see Scorer.score. The engines serve in turn, and the next one where one leaves or cannot be
+        reached.
 
         Raises:
             EngineError: an engine refused it, or there was no answer before the deadline.
@@ -208,7 +209,7 @@ class RoutedEngines(Engine):
         return self._of_evaluations if is_set_aside else self._choice
 
     async def _answer(self, url: str, request: GenerateRequest, choice: EngineChoice) -> GenerateResult | None:
-        """See `_unless_it_leaves`; of a request that has begun on the engine."""
+        """The answer of an engine on which the request has begun, or None if the engine leaves before."""
         try:
             return await self._unless_it_leaves(url, self._client(url).generate(request))
         finally:

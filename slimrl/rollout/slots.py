@@ -6,7 +6,7 @@ from types import TracebackType
 
 
 class Slots:
-    """Taken with `async with`, in the order in which they are asked for.
+    """Slots of running trajectories. Taken with `async with`, in the order in which they are asked for.
 
     Args:
         limit: most that are taken at a time, at least 1. A lower one takes no slot away from who has it.

@@ -1,4 +1,4 @@
-"""In which order the trajectories of a rollout begin where there are more than slots, without tasks or clocks.
+"""The order in which the trajectories of a rollout begin where there are more than slots, without tasks or clocks.
 
 A rollout that waits for all of its trajectories ends with the longest; one that begins late is its tail. Lengths are
 alike within a group (Seer, arXiv:2511.14617), so that a group's first ones tell of the others.
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 class _Group:
     waiting: deque[str] = field(default_factory=deque)
     running: dict[str, float] = field(default_factory=dict)
-    """Seconds at which each began"""
+    """Begin of each running trajectory, in seconds"""
     longest_s: float = 0.0
-    """Of those that have ended"""
+    """Duration of the longest trajectory that has ended"""
 
 
 class StartOrder:
@@ -43,9 +43,9 @@ class StartOrder:
         # Heaps, so that a begin does not look at every group. An entry is dropped when it is first and says nothing any
         # more; one of a group that has a longer trajectory since then comes after that one's.
         self._ended: list[tuple[float, int]] = []
-        """(-seconds of the group's longest, group)"""
+        """Heap of (-seconds of the group's longest, group)"""
         self._running: list[tuple[float, int, str]] = []
-        """(when it began, group, trajectory)"""
+        """Heap of (when it began, group, trajectory)"""
 
     def begin(self, now: float) -> str:
         """The trajectory that begins now.
@@ -61,14 +61,15 @@ class StartOrder:
         return trajectory_id
 
     def end(self, trajectory_id: str, now: float) -> None:
-        """A trajectory has ended, in whatever way."""
+        """Note that a trajectory has ended, in whatever way."""
         number = self._group_of[trajectory_id]
         group = self._groups[number]
         group.longest_s = max(group.longest_s, now - group.running.pop(trajectory_id))
         heapq.heappush(self._ended, (-group.longest_s, number))
 
     def _longest(self, now: float) -> int:
-        """Of the groups with trajectories that wait, that with the longest so far; of equal ones the first."""
+        """The group with the longest trajectory so far, among those with trajectories that wait; of equal ones the
+        first."""
         while self._ended and not self._groups[self._ended[0][1]].waiting:
             heapq.heappop(self._ended)
         while self._running and not self._tells(*self._running[0][1:]):
@@ -77,6 +78,6 @@ class StartOrder:
         return min(self._ended[:1] + running)[1]
 
     def _tells(self, number: int, trajectory_id: str) -> bool:
-        """Whether a trajectory still runs, and others of its group wait."""
+        """Whether an entry of the heap still counts: the trajectory runs, and others of its group wait."""
         group = self._groups[number]
         return bool(group.waiting) and trajectory_id in group.running

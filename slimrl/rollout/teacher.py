@@ -19,16 +19,16 @@ RESTART_POLL_S = 0.5
 
 @dataclass(kw_only=True)
 class ScoringTimes:
-    """Of a rollout, in seconds."""
+    """Times of the teacher's scores in a rollout, in seconds."""
 
     scores_s: list[float] = field(default_factory=list)
-    """For each score of a trajectory, the wait for free slots included"""
+    """Duration of each score of a trajectory, the wait for free slots included"""
     tails_s: list[float] = field(default_factory=list)
-    """For each rollout, or each group that runs by itself: from the end of its last episode to its last score"""
+    """Tail of each rollout, or of each group that runs by itself: from the end of its last episode to its last score"""
 
 
 class Teacher:
-    """One per event loop."""
+    """The teacher's engines, which score trajectories. One per event loop."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Teacher:
             segment.teacher_logprobs = logprobs_T
 
     async def _score(self, name: str, segment: Segment) -> np.ndarray:
-        """float32 [T]."""
+        """float32 [T], the teacher's log-probs of a segment's sampled tokens; 0 elsewhere."""
         logprobs_T = np.zeros(len(segment), np.float32)
         sampled = np.flatnonzero(segment.loss_mask)
         if not len(sampled):

@@ -15,13 +15,13 @@ from itertools import chain
 from slimrl.data.engine import EngineError, EngineUnreachable, GenerateRequest, GenerateResult
 
 MOST_TURNS = 64
-"""In one request: at each answer SGLang looks through all turns of it."""
+"""Most turns in one request: at each answer SGLang looks through all of them."""
 
 log = logging.getLogger(__name__)
 
 Alone = Callable[[GenerateRequest], Awaitable[GenerateResult]]
 Kind = tuple[int | None, int]
-"""What the turns of a request have in common: the group of the engine's ranks that is to serve them, None for any, and
+"""Common properties of the turns of a request: the group of the engine's ranks that is to serve them, None for any, and
 the first token whose experts are asked for"""
 Ended = tuple[int, Callable[[], GenerateResult] | None]
 Together = Callable[[Sequence[GenerateRequest], Sequence[str], Kind], AsyncIterator[Ended]]
@@ -34,11 +34,11 @@ class _Turn:
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     is_sent: bool = False
     answer: asyncio.Future[GenerateResult | None] = field(default_factory=asyncio.Future)
-    """None: it is to be sent alone"""
+    """Result of the turn; None if it is to be sent alone"""
 
 
 class TurnBatches:
-    """Of one engine; belongs to the event loop that first uses it.
+    """Joins the turns for one engine into requests; belongs to the event loop that first uses it.
 
     Args:
         alone: sends one turn.
@@ -54,7 +54,7 @@ class TurnBatches:
         self._streams: dict[asyncio.Task[None], list[_Turn]] = {}
 
     async def generate(self, request: GenerateRequest, kind: Kind) -> GenerateResult:
-        """One turn.
+        """Sample one turn.
 
         Raises:
             EngineError: what `alone` raises, or there was no answer before the deadline.
@@ -100,7 +100,7 @@ class TurnBatches:
             stream.add_done_callback(self._streams.pop)
 
             def end_if_unwanted(answer: asyncio.Future[GenerateResult | None]) -> None:
-                # An abort may have come too early to be heard, and only the end of the connection is left.
+                # An abort may have come too early to have an effect, and only the end of the connection is left.
                 if all(turn.answer.done() for turn in turns) and any(turn.answer.cancelled() for turn in turns):
                     stream.cancel()
 

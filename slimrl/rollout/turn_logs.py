@@ -1,8 +1,8 @@
-"""What engines have answered to the episodes that run, so that a resumed run does not sample it again.
+"""Logs of the engines' answers to running episodes, so that a resumed run does not sample them again.
 
 1. Each request of a trajectory that a checkpoint may have to hold is noted with its answer: a whole turn, or the parts
    so far of one that runs (continued.py).
-2. A resumed run plays such an episode again from its begin, with environment and tools. A request that was noted gets
+2. A resumed run replays such an episode from its begin, with environment and tools. A request that was noted gets
    the answer from there, and a turn that was not whole goes on with its tokens.
 3. A request is the same if its tokens, seed and sampling settings are. After a tool that answers differently they are
    not, and the rest of the episode is sampled.
@@ -27,12 +27,12 @@ _VALUES = ("finish_reason", "cached_tokens", "num_retries", "counts")
 
 @dataclass(kw_only=True, eq=False)
 class LoggedTurn:
-    """A request and what answered it so far."""
+    """A request for a turn, and the answers to it so far."""
 
     key: str
-    """Equal for equal requests"""
+    """Hash of the request: equal for equal requests"""
     answers: list[GenerateResult] = field(default_factory=list)
-    """Of a turn that is whole, the turn; else its parts in order"""
+    """The turn if it is whole; else its parts in order"""
     is_whole: bool = False
 
     @property
@@ -40,17 +40,17 @@ class LoggedTurn:
         return sum(len(answer.tokens) for answer in self.answers)
 
     def end(self, result: GenerateResult) -> None:
-        """The turn is whole."""
+        """Replace the parts by the whole turn."""
         self.answers, self.is_whole = [result], True
 
 
 @dataclass(kw_only=True, eq=False)
 class _Log:
-    """Of a trajectory."""
+    """The log of one trajectory."""
 
     turns: list[LoggedTurn] = field(default_factory=list)
     left: list[LoggedTurn] = field(default_factory=list)
-    """Of an earlier run, which have not been asked for yet"""
+    """Turns of an earlier run that have not been asked for yet"""
 
 
 class TurnLogs:
@@ -68,11 +68,11 @@ class TurnLogs:
         self._logs[trajectory_id] = _Log(left=list(saved))
 
     def forget(self, trajectory_id: str) -> None:
-        """Nothing of a trajectory is needed any more, or it was never logged."""
+        """Drop the log of a trajectory, or do nothing if it was never logged."""
         self._logs.pop(trajectory_id, None)
 
     def turn(self, request: GenerateRequest) -> LoggedTurn:
-        """What is known of a request: as it was saved, or a new one."""
+        """The logged turn of a request: as it was saved, or a new one."""
         of_trajectory = self._logs.get(request.session_id)
         if of_trajectory is None:
             return LoggedTurn(key="")
@@ -88,7 +88,7 @@ class TurnLogs:
         return turn
 
     def snapshot(self) -> dict[str, list[LoggedTurn]]:
-        """By trajectory, its turns with tokens as they are now."""
+        """A copy of the turns with tokens as they are now, by trajectory."""
         return {
             trajectory_id: [
                 replace(turn, answers=list(turn.answers)) for turn in (*one.turns, *one.left) if turn.num_tokens

@@ -21,14 +21,14 @@ from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.rollout_stage import RolloutStage, all_of, planned_trajectories, refuse_failures
 
 POLL_S = 1.0
-"""Between two checks that the run goes on, while it waits for an evaluation."""
+"""Seconds between two checks that the run goes on, while it waits for an evaluation."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """A finished evaluation."""
+    """The items of a finished evaluation, by set."""
 
     step: int
     sets: dict[str, list[Item]]
@@ -53,7 +53,7 @@ class BackgroundEvaluation:
 
     @property
     def step(self) -> int | None:
-        """Of the evaluation that runs."""
+        """The step of the evaluation that runs; None if none does."""
         return None if self._running is None else self._step
 
     def begin(self, step: int, weight_version: int, label: str) -> bool:
@@ -104,7 +104,7 @@ class BackgroundEvaluation:
         return self.take()
 
     async def _evaluate(self, label: str, num_engines: int, weight_version: int) -> Evaluated:
-        """Every set, one after the other.
+        """Evaluate every set, one after the other.
 
         Raises:
             RunError: as `take`.

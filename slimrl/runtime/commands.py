@@ -329,9 +329,9 @@ def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunStat
 
 @contextmanager
 def _recorder(folder: RunFolder, profiled: Profiled | None, progress: Progress) -> Iterator[Recorder | None]:
-    """Of the run's processes, which start and end within the block; then its trace is written."""
+    """Record spans of the run's processes, which start and end within the block, and write their trace at its end."""
     if profiled is None:
-        # Of an earlier attempt, of which the second is left if it was killed while it recorded.
+        # They are of an earlier attempt; the second is left if that was killed while it recorded.
         for sign in (PROFILED, RECORDING):
             (folder.profile / sign).unlink(missing_ok=True)
         yield None

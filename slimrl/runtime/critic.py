@@ -22,7 +22,7 @@ from slimrl.runtime.state import RunState, count_skipped
 
 
 class Critic:
-    """Its half of the learning; the driver calls it between the policy's passes."""
+    """The critic's half of the learning; the driver calls it between the policy's passes."""
 
     def __init__(self, recipe: Recipe, ranks: TrainerGroup, state: RunState) -> None:
         """
@@ -51,7 +51,7 @@ class Critic:
             policy.place(number, self._ranks.pieces(number, [ADVANTAGES]))
 
     def learn(self, number: int) -> None:
-        """One optimizer update toward the returns.
+        """Do one optimizer update of the critic toward the returns.
 
         Raises:
             RunError: too many updates in a row had a gradient that was not finite.
@@ -75,7 +75,7 @@ class Critic:
 
 
 def _without_engine(trajectory: Trajectory) -> Trajectory:
-    """Without the large arrays that a critic does not read."""
+    """The trajectory without the large arrays that a critic does not read."""
     segments = [replace(segment, routed_experts=None, teacher_logprobs=None) for segment in trajectory.segments]
     return replace(trajectory, segments=segments)
 

@@ -31,13 +31,13 @@ class StepRollout:
     """The trajectories of a step; their rewards are shaped."""
 
     sampled: list[Trajectory] = field(default_factory=list)
-    """All of them, in the order of rollouts and prompts"""
+    """All trajectories that were sampled, in the order of rollouts and prompts"""
     kept: list[Trajectory] = field(default_factory=list)
-    """Those that the learner gets"""
+    """The trajectories that the learner gets"""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the refill, if there may be one, or of the rollout service"""
+    """Metrics of the refill, if there may be one, or of the rollout service"""
     seconds: float = 0.0
-    """In which it was sampled"""
+    """Duration of the rollout"""
 
 
 class StepSampler:

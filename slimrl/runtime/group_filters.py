@@ -8,14 +8,14 @@ from slimrl.runtime.cluster.errors import RunError
 
 
 class GroupFilters:
-    """Called with a group, whether all filters keep it."""
+    """All filters of groups as one: called with a group, it tells whether all of them keep it."""
 
     def __init__(self, names: Sequence[str], filters: Sequence[GroupFilter]) -> None:
         """`names` are the filters' import paths."""
         self._names, self._filters = names, filters
 
     def __call__(self, group: list[Trajectory]) -> bool:
-        """Raises RunError if a filter fails; names it and the group."""
+        """Whether all filters keep a group. Raises RunError if one of them fails; names it and the group."""
         for name, keeps in zip(self._names, self._filters, strict=True):
             try:
                 if not keeps(group):

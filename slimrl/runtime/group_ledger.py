@@ -16,7 +16,7 @@ from slimrl.runtime.dynamic_sampling import StepRollout
 
 
 class GroupLedger:
-    """The file at a path."""
+    """Writes and reads groups.jsonl."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,7 +33,7 @@ class GroupLedger:
             file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
 
     def add_rollout(self, step: int, rollout: StepRollout) -> None:
-        """The groups of a step that sampled its own, which the weights of the update before it sampled."""
+        """Add the groups that a step sampled itself, with the weights of the update before it."""
         kept = {trajectory.group_id for trajectory in rollout.kept}
         groups = groups_of([trajectory.group_id for trajectory in rollout.sampled])
         lines = []

@@ -23,7 +23,7 @@ class Group:
     done: dict[str, Trajectory] = field(default_factory=dict)
     """Scored trajectories by their ids"""
     begun: float = field(default_factory=time.time)
-    """Unix time"""
+    """Unix time at which the group began"""
     started: dict[str, float] = field(default_factory=dict)
     ended: dict[str, float] = field(default_factory=dict)
     """Unix times at which a trajectory in `done` got its slot and was scored, by its id"""
@@ -39,17 +39,17 @@ class Group:
 
     @property
     def seconds(self) -> float:
-        """How long it has run."""
+        """Seconds from the begin of the group to its last scored trajectory."""
         return max([time_s - self.begun for time_s in self.ended.values()], default=0.0)
 
     def keep(self, trajectory: Trajectory) -> None:
-        """It is scored."""
+        """Add a scored trajectory."""
         self.done[trajectory.trajectory_id] = trajectory
         self.started[trajectory.trajectory_id] = trajectory.measured[STARTED_AT]
         self.ended[trajectory.trajectory_id] = trajectory.measured[ENDED_AT]
 
     def line(self, end: str, updates: Iterable[int]) -> dict[str, Any]:
-        """Of the ledger; see `ledger_line`."""
+        """The group's line in groups.jsonl; see `ledger_line`."""
         return ledger_line(
             self.number,
             self.prompt.prompt_id,
@@ -62,7 +62,7 @@ class Group:
         )
 
     def snapshot(self) -> "Group":
-        """As it is now: more trajectories are scored later, and the rewards of groups added to those that are."""
+        """A copy of the group as it is now: later more trajectories are scored, and the rewards of groups are added."""
         done = {
             trajectory_id: replace(one, rewards=dict(one.rewards), metadata=dict(one.metadata))
             for trajectory_id, one in self.done.items()

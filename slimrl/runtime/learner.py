@@ -46,7 +46,7 @@ class Learner:
         self._critic = None if critics is None else Critic(recipe, critics, state)
         self._keeps = GroupFilters(recipe.reward.group_filters, group_filters)
         self._reports: dict[int, list[LogProbReport]] = {}
-        """By update, on the log-probs of the policy before the first one"""
+        """Reports by update, on the log-probs of the policy before the first one"""
 
     def prepare(self, step: Step, trajectories: Sequence[Trajectory]) -> list[Update]:
         """Select trajectories, pack them into updates and put these on the ranks; empty if nothing would be learned.
@@ -66,7 +66,8 @@ class Learner:
         return updates
 
     def compute_inputs(self, step: Step, updates: Sequence[Update]) -> None:
-        """Have the ranks store what the updates need of the policy before the first of them, and of the reference."""
+        """Have the ranks store the log-probs that the updates need: of the policy before the first of them, and of the
+        reference."""
         self._reports = {}
         for number in range(len(updates)):
             if needs_old(self._recipe, number):

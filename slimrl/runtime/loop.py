@@ -1,8 +1,8 @@
 """The training loops: reinforcement learning, training on a trajectory file, supervised training.
 
 Each step of reinforcement learning:
-1. rollout: the engines serve the current weights and generate trajectories, which are scored; or those are taken that a
-   rollout beside the loop has finished (`rollout.mode`);
+1. rollout: the engines serve the current weights and generate trajectories, which are scored; or those are taken that
+   an asynchronous rollout has finished (`rollout.mode`);
 2. prepare: trajectories get advantages and are dealt to updates; those that these need are packed;
 3. log-probs: passes of the trainer for what the updates need, if anything (docs/algorithms.md);
 4. train: the optimizer updates run one after another; before the first one changes the

@@ -11,14 +11,14 @@ from slimrl.data.training import Layout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """One optimizer update."""
+    """The data of one optimizer update."""
 
     batch: PackedBatch
-    """The trajectories that its passes need"""
+    """Packed trajectories that the update's passes need"""
     num_trajectories: int
-    """All that it consists of"""
+    """Number of trajectories of the update, those without a pass included"""
     num_tokens: int
-    """Sampled tokens of these"""
+    """Number of sampled tokens of these trajectories"""
 
 
 def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[Update]:

@@ -33,7 +33,7 @@ class Preemption:
         return self._deadline is not None
 
     def ask(self) -> None:
-        """Only the first call counts."""
+        """Ask the run to end early; only the first call counts."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._grace_s
 

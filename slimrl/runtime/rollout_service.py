@@ -1,4 +1,4 @@
-"""The rollout beside the training: groups begin all the time, and the trainer takes them in batches.
+"""The asynchronous rollout: groups begin all the time, and the trainer takes them in batches.
 
 1. Its groups run on the stage's event loop, which has a thread of its own. Admission (rollout/admission.py) says when
    one may begin; a free slot for a trajectory says when the engines have room for it.
@@ -6,7 +6,7 @@
    (docs/credit.md), at most `max_refills` times a batch's groups; one without a trajectory to train on always.
 3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
 4. `save` keeps the groups that wait, the ended trajectories of those that run, and the turns of their others, which a
-   resumed run plays again (rollout/turn_logs.py).
+   resumed run replays (rollout/turn_logs.py).
 
 All state is the event loop's; the driver's thread calls `run` of the loop.
 """
@@ -40,7 +40,7 @@ from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_stage import RolloutStage, causes_text
 
 POLL_S = 1.0
-"""Between two checks that engines are alive and the run goes on, while the driver waits."""
+"""Seconds between two checks that engines are alive and the run goes on, while the driver waits."""
 STATE_FILE = "admission.json"
 
 LOST = ("filtered", "failed", "dropped")
@@ -83,23 +83,23 @@ class RolloutService:
         )
         self._slots = stage.pressure.slots()
         self._groups: dict[int, Group] = {}
-        """Running and waiting ones"""
+        """Groups that run or wait to be taken, by number"""
         self._saved_turns: dict[str, list[LoggedTurn]] = {}
-        """Of trajectories that are to run again after a resume, by their ids"""
+        """Turns of trajectories that are to run again after a resume, by the trajectories' ids"""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._held = False
         self._fault: BaseException | None = None
         self._versions: dict[int, int] = {}
-        """By the version of the engines' weights, the updates that made it"""
+        """Number of updates that made each version of the engines' weights, by version"""
         self._num_ended = 0
-        """Trajectories of groups that ended since the last batch, in whatever way"""
+        """Number of trajectories in groups that ended since the last batch, in whatever way"""
         self._failed: list[Trajectory] = []
-        """Of those among them that failed or were aborted"""
+        """Trajectories that failed or were aborted, in the groups that ended since the last batch"""
         self._left: list[dict[str, Any]] = []
         """Lines of the ledger for groups that left since the last batch"""
         self._counted: dict[str, int] = {}
-        """Admission's counts at the last batch"""
+        """Counts of the admission at the last batch"""
         self._last_take = time.monotonic()
 
     def start(self, step: int, weight_version: int, saved: Path | None) -> None:
@@ -187,7 +187,7 @@ class RolloutService:
         self._forget(group.number, end)
 
     def _forget(self, number: int, end: str) -> Group:
-        """A group that has left admission; its line of the ledger waits for the next step."""
+        """Drop a group that has left admission; its line of the ledger waits for the next step."""
         group = self._groups.pop(number)
         updates = np.unique(self._updates_of(list(group.done.values())))
         self._left.append(group.line(end, [int(count) for count in updates]))
@@ -297,7 +297,7 @@ class RolloutService:
         return not self._tasks and not (self.admission.capacity and not self._held)
 
     def advance(self, weight_version: int) -> None:
-        """The engines serve the next update's weights, as this version."""
+        """Note that the engines serve the next update's weights, as this version."""
         self._stage.run(self._advance(weight_version))
 
     async def _advance(self, weight_version: int) -> None:
@@ -311,14 +311,15 @@ class RolloutService:
         self._changed.set()
 
     def note_version(self, weight_version: int, updates: int) -> None:
-        """The engines serve weights, as this version, which so many updates have changed since the last `advance`."""
+        """Note that the engines serve weights, as this version, which so many updates have changed since the last
+        `advance`."""
         self._stage.run(self._note_version(weight_version, updates))
 
     async def _note_version(self, weight_version: int, updates: int) -> None:
         self._versions[weight_version] = self.admission.version + updates
 
     def hold(self, held: bool) -> None:
-        """Whether no group may begin; those that run go on."""
+        """Set whether no group may begin; those that run go on."""
         self._stage.run(self._hold(held))
 
     async def _hold(self, held: bool) -> None:
@@ -326,7 +327,7 @@ class RolloutService:
         self._changed.set()
 
     def position(self) -> dict[str, Any]:
-        """In the data, from which the event loop takes the groups' prompts."""
+        """Position in the data, from which the event loop takes the groups' prompts."""
         return self._stage.run(self._position())
 
     async def _position(self) -> dict[str, Any]:

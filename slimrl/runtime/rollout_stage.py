@@ -47,9 +47,9 @@ from slimrl.runtime.workers.pool import EpisodeWorkers
 log = logging.getLogger(__name__)
 
 END_S = 10.0
-"""For episodes that are cancelled to end, beyond the deadline of their environment's close."""
+"""Seconds for cancelled episodes to end, beyond the deadline of their environment's close."""
 WATCH_S = 1.0
-"""Time between two checks that the engines are alive."""
+"""Seconds between two checks that the engines are alive."""
 
 
 class RolloutStage:
@@ -89,15 +89,15 @@ class RolloutStage:
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
         self._workers = workers
         self._turn_logs = TurnLogs()
-        """Of the episodes of `run_group`, where no worker has them"""
+        """Turn logs of the episodes of `run_group`, where no worker has them"""
         logs = self._turn_logs if recipe.rollout.spans_steps else None
         self._runner = workers or task.episode_runner(recipe, engine, logs)
         self.episodes = ScoredEpisodes(recipe, task.rewards, self._runner, engine)
         self._teacher, self._scorer = teacher, scorer
         self.scoring = ScoringTimes()
-        """Of the last rollout, and of those before it that it refills."""
+        """Times of the scores of the last rollout, and of those before it that it refills."""
         self.lags_s: list[float] = []
-        """Of the event loops of this process and the workers in the same rollouts; see LoopLag"""
+        """Lags of the event loops of this process and of the workers in the same rollouts; see LoopLag"""
         self._lag = LoopLag()
         self.pressure = CachePressure(recipe.rollout, engine_urls, engine_key)
         self._services = RewardServices(
@@ -106,7 +106,7 @@ class RolloutStage:
         self._service_tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.Runner() if loop is None else loop
         self._opened = AsyncExitStack()
-        """Closes what was started, the last one first, each whatever becomes of the others"""
+        """Stack of what was started: closes it in reverse order, each part whatever becomes of the others"""
 
     def __enter__(self) -> Self:
         """Start the rewards and the workers; raises RunError if one does not start."""
@@ -123,7 +123,7 @@ class RolloutStage:
             self._loop.run(self._opened.aclose())
         finally:
             if have_ended:
-                # Of a loop with tasks that do not end, the close would wait for them.
+                # The close of a loop would wait for tasks that do not end.
                 self._loop.close()
 
     def rollout(
@@ -199,12 +199,12 @@ class RolloutStage:
         return self._loop.run(coroutine)
 
     def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine there, beside the groups of `run_group`."""
+        """Begin a coroutine on that event loop, while the groups of `run_group` go on."""
         assert isinstance(self._loop, LoopThread), "nothing runs between two calls"
         return self._loop.submit(coroutine)
 
     def run_watched[T](self, coroutine: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
-        """Its result, beside these groups.
+        """The result of a coroutine on that event loop, while the groups of `run_group` go on.
 
         Args:
             check: called at first and every second in this thread, so that a health check does not block rollouts; an
@@ -425,7 +425,8 @@ class RolloutStage:
 
 
 async def _watched[T](work: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
-    """Its result; `check` is called at first and every second, and an exception that it raises ends the work."""
+    """The result of a coroutine; `check` is called at first and every second, and an exception that it raises ends the
+    coroutine."""
     task = asyncio.create_task(work)
     try:
         check()
@@ -455,7 +456,7 @@ def causes_text(failed: Sequence[Trajectory]) -> str:
 
 
 async def all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results; the first exception cancels the others and is raised."""
+    """The results of several coroutines; the first exception cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in coroutines]
@@ -471,7 +472,7 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def group_name(trajectory_id: str) -> str:
-    """What the ids of a prompt's trajectories have in common; see `planned_trajectories`."""
+    """Common part of the ids of a prompt's trajectories; see `planned_trajectories`."""
     return trajectory_id.rsplit("/", 1)[0]
 
 

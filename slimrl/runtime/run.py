@@ -35,10 +35,10 @@ class Run:
     data: DataOrder[Any] | None
     """The steps' data; None if every step trains on the same data, and then no checkpoint is kept."""
     summary_every_steps: int = 1
-    """Only multiples of this, the first and the last step are shown."""
+    """Steps between rows on the terminal; the first and the last step are always shown."""
     critics: TrainerGroup | None = None
     recorder: Recorder | None = None
-    """Of a run that is profiled"""
+    """Recorder of a run that is profiled"""
 
     def __post_init__(self) -> None:
         self._checkpoints = CheckpointFolder(self.folder.checkpoints)
@@ -71,12 +71,13 @@ class Run:
             raise RunError(self._saved_before_stop(report))
 
     def _position(self) -> dict[str, Any]:
-        """In the data."""
+        """Position in the training data."""
         assert self.data is not None
         return self.data.state()
 
     def checkpoint_is_due(self) -> bool:
-        """At the last step, every `checkpoint.every_steps` and on preemption, unless this step is saved already."""
+        """Whether a checkpoint is due: at the last step, every `checkpoint.every_steps` and on preemption, unless this
+        step is saved already."""
         step, every = self.state.step, self.recipe.checkpoint.every_steps
         if step == 0 or self.data is None or self._checkpoints.holds(step):
             return False
@@ -88,7 +89,7 @@ class Run:
         self.folder.note_checkpoint(self.state.step)
 
     def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
-        """Of each part of a checkpoint, by the name of its folder, what writes it; see CheckpointFolder.save."""
+        """Writers of the parts of a checkpoint, by the names of their folders; see CheckpointFolder.save."""
         groups = [group for group in (self.trainers, self.critics) if group is not None]
         return {group.role: group.save_checkpoint for group in groups}
 

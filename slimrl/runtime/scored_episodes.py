@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """EpisodeRunner, or EpisodeWorkers."""
+    """What runs an episode: EpisodeRunner, GatewayRunner or EpisodeWorkers."""
 
     async def run(
         self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
@@ -36,7 +36,7 @@ class Runner(Protocol):
 
 
 class ScoredEpisodes:
-    """Used on the event loop of the episodes."""
+    """Runs episodes and adds rewards, credit and the teacher's log-probs. Used on the event loop of the episodes."""
 
     def __init__(self, recipe: Recipe, rewards: Rewards, runner: Runner, engine: Engine) -> None:
         """
@@ -95,7 +95,7 @@ class ScoredEpisodes:
                     _fail(trajectory, str(error))
 
     def _complete_credit(self, trajectory: Trajectory) -> None:
-        """Add the states that GiGPO needs where the reward gives none: the environment's, or what the policy was told.
+        """Add the states that GiGPO needs where the reward gives none: the environment's, or a hash of its messages.
 
         Raises:
             ValueError: the task gave less than the recipe's advantages need.

@@ -65,7 +65,7 @@ def _read_file(path: Path, recipe: Recipe, chat: ChatFormat) -> list[Segment]:
 
 
 def update(step: Step, examples: Sequence[Segment], run: Run) -> None:
-    """One optimizer update on these conversations.
+    """Do one optimizer update on these conversations.
 
     Raises:
         RunError: too many updates in a row had a gradient that was not finite.

@@ -1,4 +1,4 @@
-"""The state of a run beside the trainer's checkpoint, and the folder that holds both.
+"""The state of a run that is not in the trainer's checkpoint, and the folder that holds both.
 
 A checkpoint is the folder `checkpoints/step_000010` with `trainer/` (Megatron's sharded checkpoint), with a critic
 `critic/` (the same), and `state.json`, which also has the size and checksum of every other file and of itself
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class RunState:
-    """State between two steps of a run."""
+    """The state of a run between two steps."""
 
     step: int = 0
-    """Steps completed."""
+    """Number of completed steps."""
     weight_version: int = 0
-    """Version that the engines serve."""
+    """Version of the weights that the engines serve."""
     cursor: dict[str, Any] = field(default_factory=dict)
     """Position in the training data."""
     prompt_results: dict[str, list[float]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class RunState:
     skipped_in_a_row: int = 0
     critic_skipped_in_a_row: int = 0
     entropy_weight: float | None = None
-    """Of the entropy bonus, where `algorithm.entropy_target` adapts it; None before the first step."""
+    """Weight of the entropy bonus, where `algorithm.entropy_target` adapts it; None before the first step."""
     crossed: dict[str, list[float]] = field(default_factory=dict)
     """Limits of the section `stop` -> the values beyond them in the last steps in a row (stop_rule.py)."""
     reward_series: dict[str, list[float]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from slimrl.profiling.spans import SPANS
 
 
 class Step:
-    """Collects one line of metrics.jsonl."""
+    """Collects the metrics of a step, one line of metrics.jsonl."""
 
     def __init__(self, number: int, metrics: Mapping[str, float] | None = None) -> None:
         """
@@ -24,7 +24,7 @@ class Step:
         self._start = time.monotonic()
         self._depth = 0
         self._timed_s = 0.0
-        """Of the outermost phases"""
+        """Sum of the durations of the outermost phases"""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -71,7 +71,7 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def policy_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """From the sums over all updates of one step that `policy_objective` reports."""
+    """The policy's metrics of one step, from the sums over all of its updates that `policy_objective` reports."""
     sums = {name: sum(r.sums[name] for r in results) for name in results[0].sums}
     tokens = sums["tokens"]
     metrics = {

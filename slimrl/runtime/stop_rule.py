@@ -33,13 +33,13 @@ SHOWN = {
     ),
     "policy": ("policy/loss", "policy/entropy", "policy/grad_norm", "policy/clip_fraction", "policy/kl"),
 }
-"""Where trainer and engines may differ -> the metrics that tell, as far as the step has them."""
+"""Metrics in a report, by where trainer and engines may differ; those that the step does not have are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     key: str
-    """Of the recipe"""
+    """Key of the limit in the recipe"""
     metric: str
     bound: float
     is_lower: bool = False

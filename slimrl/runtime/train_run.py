@@ -43,14 +43,14 @@ ROLLOUT_PART = "rollout"
 
 @dataclass(kw_only=True, eq=False)
 class TrainRun(Run):
-    """A started run with engines."""
+    """A started run of `slimrl train`, with its engines."""
 
     data: DataOrder[Prompt]
     task: Task
     engines: EngineGroup
     stage: RolloutStage
     checkpoint: Path | None = None
-    """That the run continues from"""
+    """Checkpoint that the run continues from"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,13 +219,13 @@ class TrainRun(Run):
 
     @property
     def _saved_rollout(self) -> Path | None:
-        """Of the rollout service, in the checkpoint that the run continues from."""
+        """Folder of the rollout service in the checkpoint that the run continues from; None if it has none."""
         folder = None if self.checkpoint is None else self.checkpoint / ROLLOUT_PART
         return folder if folder is not None and folder.is_dir() else None
 
     @contextmanager
     def _rollouts_held(self) -> Iterator[None]:
-        """No group of the rollout service begins meanwhile."""
+        """Let no group of the rollout service begin inside the block."""
         if self._service is None:
             yield
             return
@@ -234,7 +234,8 @@ class TrainRun(Run):
         self._service.hold(False)
 
     def _check_wait(self) -> None:
-        """While the trainer waits for a batch: nothing that is finished is lost if the run ends here."""
+        """Check the run while the trainer waits for a batch. On preemption a checkpoint is saved, so that nothing that
+        is finished is lost."""
         self._check_serving()
         if self.preemption.asked:
             if self.state.step > 0:
@@ -243,17 +244,17 @@ class TrainRun(Run):
             raise StepDropped("the run ends while it waits for groups")
 
     def _check_serving(self) -> None:
-        """While something waits for the engines, with the weights that they have."""
+        """Check the engines while something waits for them, with the weights that they have."""
         self.stage.check()
         self._serve_again()
 
     def _check_drain(self) -> None:
-        """While the groups end that began before the update."""
+        """Check the engines while the groups end that began before the update."""
         self.stage.check()
         self._serve_again(updates=1)
 
     def _serve_again(self, *, updates: int = 0) -> None:
-        """Where no engine is left that serves, but one has been restarted, send it the trainer's weights.
+        """Send the trainer's weights to a restarted engine where no other is left that serves.
 
         Args:
             updates: that the rollout service has not been told of.

@@ -1,4 +1,4 @@
-"""Which run owns a folder in `resync.dir`: it has the run's name, which another run may have too."""
+"""The owner of a folder in `resync.dir`: it is named after a run, and another run may have the same name."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.observability.folder_lock import folder_lock
 
 OWNER_FILE = "run"
-"""Holds the path of the run's folder."""
+"""Name of the file with the path of the run's folder."""
 
 
 @contextmanager

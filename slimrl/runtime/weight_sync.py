@@ -4,7 +4,7 @@
 2. They are restarted in the background (engine_group.py), and get a later version. Where all have failed, the first
    that is up again gets this one.
 
-Engines that share the trainer's devices cannot start beside it. There,
+Engines that share the trainer's devices cannot start while it holds its memory. There,
 
 2. their servers are restarted at the same address, paused, while the trainer releases its memory;
 3. the trainer sends the weights to all engines again, as another version. No engine generates before that.
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Counts the weight versions."""
+    """Sends the weights, numbers their versions, and replaces engines that fail in a resync."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class WeightSync:
         self._trainers, self._engines, self._memory, self._progress = trainers, engines, memory, progress
         self._connected: list[EngineAddress] = []
         self._num_replaced = 0
-        """At the last step's resync"""
+        """Number of replaced engines at the last step's resync"""
 
     def send(self, step: Step | None) -> None:
         """Send the weights as `state.weight_version`; where engines share devices, as later versions until all of them
@@ -88,7 +88,8 @@ class WeightSync:
         step.record({name: value for name, value in metrics.items() if value is not None})
 
     def _resync_to_some(self) -> ResyncReport:
-        """Where engines sample beside the training, wait for one while all restart, also if this is found out here."""
+        """Resync with the engines there are. In an asynchronous rollout, wait for one while all restart, also if that
+        is only found out here."""
         if self._recipe.rollout.mode is RolloutMode.sync:
             return self._resync()
         while True:

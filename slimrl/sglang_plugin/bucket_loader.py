@@ -31,7 +31,7 @@ _USED = "slimrl_used_segments"
 _SPLIT = "slimrl_split_tensors"
 """Attribute of the engine's model: whether this update has loaded rows of tensors without SGLang's own loading."""
 _RECEIVERS = "slimrl_receivers"
-"""Kept by the process for all of its models: EngineReceivers."""
+"""Attribute of the tensor-parallel group, kept by the process for all of its models: EngineReceivers."""
 
 
 def bucket_payload(segment: str, parts: Sequence[TensorPart]) -> str:
@@ -40,12 +40,12 @@ def bucket_payload(segment: str, parts: Sequence[TensorPart]) -> str:
 
 
 def open_payload(group: GroupSpec, first_rank: int) -> str:
-    """Tells the engine to receive a version by broadcast; see bucket_receiver.py."""
+    """The message that tells the engine to receive a version by broadcast; see bucket_receiver.py."""
     return _payload({_OPEN: asdict(group), "first_rank": first_rank})
 
 
 def received_payload(group: str, number: int, parts: Sequence[TensorPart]) -> str:
-    """Tells the engine to load bucket `number` of the version that it receives."""
+    """The message that tells the engine to load bucket `number` of the version that it receives."""
     return _payload({_RECEIVED: group, "number": number, "parts": _plain(parts)})
 
 
@@ -54,12 +54,12 @@ def _payload(value: dict[str, Any]) -> str:
 
 
 def _plain(parts: Sequence[TensorPart]) -> list[dict[str, Any]]:
-    """As plain values: SGLang unpickles no class of ours."""
+    """The parts as plain values: SGLang unpickles no class of ours."""
     return [{**vars(part), "spec": vars(part.spec)} for part in parts]
 
 
 def _parts(plain: list[dict[str, Any]]) -> list[TensorPart]:
-    """The inverse of `_plain`."""
+    """The parts from plain values, the inverse of `_plain`."""
     return [TensorPart(**{**part, "spec": TensorSpec(**part["spec"])}) for part in plain]
 
 

@@ -29,7 +29,7 @@ WAIT_FRACTION = 0.5
 
 
 class BucketReceiver:
-    """One member of a group, from joining to leaving it."""
+    """One member of a broadcast group, from joining to leaving it."""
 
     def __init__(self, spec: GroupSpec, rank: int) -> None:
         self._spec, self._rank = spec, rank
@@ -41,7 +41,7 @@ class BucketReceiver:
         self._thread: threading.Thread | None = None
 
     def open_version(self) -> None:
-        """Start to receive.
+        """Start to receive a version.
 
         Raises:
             GroupError: the version before has not ended, or has failed.
@@ -112,13 +112,13 @@ class BucketReceiver:
 
 
 class EngineReceivers:
-    """One rank of an engine in the transport, for the engine's model and its draft model."""
+    """One rank of an engine in the `collective` transport, for the engine's model and its draft model."""
 
     def __init__(self, ranks: "EngineRanks") -> None:
         self._ranks = ranks
         self._receiver: BucketReceiver | None = None
         self.group_name: str | None = None
-        """Of the group of which this engine is a member"""
+        """Name of the group of which this engine is a member; None if it is in none"""
         self._mapped: dict[str, Tensor] = {}
 
     def open_version(self, spec: GroupSpec, first_rank: int) -> None:
@@ -184,14 +184,14 @@ class EngineRanks:
 
         group = get_parallel().tp_group
         self.kept: dict[str, Any] = vars(group)
-        """Of this process, from one request to the next, whichever of its models they are for."""
+        """Attributes that this process keeps from one request to the next, whichever of its models they are for."""
         self.rank: int = group.rank_in_group
         self.per_node: int = group.world_size // get_server_args().nnodes
         self._world_size: int = group.world_size
         self._cpu_group: Any = group.cpu_group
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank; all ranks call it."""
+        """The values of all ranks, by rank; all ranks call it."""
         if self._world_size == 1:
             return [value]
         values: list[Any] = [None] * self._world_size

@@ -145,7 +145,7 @@ def hooks() -> list[Hook]:
 
 
 def register() -> None:
-    """The entry point."""
+    """Register the hooks with SGLang; the entry point of the plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, kind, function in hooks():

@@ -28,12 +28,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _end_with_parent_thread() -> None:
-    """In a child forked by the main thread: die when that thread, so the process, ends."""
+    """Make a child forked by the main thread die when that thread, and so the process, ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _hook_start() -> None:
-    """Hooks of the main process alone."""
+    """Register the hooks of the main process alone."""
     import multiprocessing
 
     import torch
@@ -44,7 +44,7 @@ def _hook_start() -> None:
             multiprocessing.set_start_method("fork", force=True)
 
     def no_freezing(server_args: object) -> None:
-        """EngineServer.wait_ready asks for it."""
+        """Do nothing at SGLang's warm-up: EngineServer.wait_ready asks for the freezing."""
 
     def no_settings(server_args: object) -> str:
         """What SGLang logs in place of its settings."""

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 GROUPED_POLL_MS = 20
-"""Most sleep of the first of several schedulers at a time; work of the others does not wake it."""
+"""Longest sleep of the first of several schedulers in ms; work of the others does not wake it."""
 CONTROLLER_POLL_MS = 1000
-"""Wait for a message between two signs of life to SGLang's watchdog."""
+"""Wait for a message between two signs of life to SGLang's watchdog, in ms."""
 
 RUNNING_REQUESTS = "slimrl_running_requests"
-"""What /server_info says of each scheduler: its requests under way, exact while it is paused too.
+"""Key of /server_info for each scheduler's number of requests under way, exact while it is paused too.
 
 SGLang's own figure of load is published every few forward passes."""
 RETRACTIONS = "slimrl_retractions"
-"""How often it has taken a running request's KV cache away since it started, because there was none left. A pause with
-`retract` does not count."""
+"""Key of /server_info for the number of times that a scheduler has taken a running request's KV cache away since it
+started, because there was none left. A pause with `retract` does not count."""
 TOKEN_USAGE = "slimrl_token_usage"
-"""Fraction of its KV cache that running requests hold; of other caches, such as states of delta nets, if they are
-fuller. Cached prefixes of requests that have ended do not count."""
+"""Key of /server_info for the fraction of a scheduler's KV cache that running requests hold; of other caches, such as
+states of delta nets, if they are fuller. Cached prefixes of requests that have ended do not count."""
 
 
 def after_get_internal_state(answer: Any, controller: Any, request: Any) -> Any:
@@ -92,7 +92,7 @@ def after_init_idle_sleeper(result: None, scheduler: Any) -> None:
 
 
 class ShortPolls:
-    """A poller that returns soon."""
+    """A poller whose polls return within GROUPED_POLL_MS."""
 
     def __init__(self, poller: Any) -> None:
         self._poller = poller

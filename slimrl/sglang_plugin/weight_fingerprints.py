@@ -63,7 +63,8 @@ def engine_fingerprints(model: Any, names: list[str] | None) -> dict[str, str]:
 
 
 def fingerprints(num_copies: dict[str, int], table: "Tensor") -> dict[str, str]:
-    """By name, from the sum of all ranks' tables; copies that differ are joined, so that they equal no fingerprint."""
+    """Fingerprints by name, from the sum of all ranks' tables; copies that differ are joined, so that they equal no
+    fingerprint."""
     from slimrl.models.fingerprint import as_hex
 
     rows = zip(num_copies.items(), table.tolist(), strict=True)

@@ -1,1 +1,1 @@
-"""Who waits for whom in a run, simulated with its own admission and without models. No GPU and no process is used."""
+"""Simulation of a run's rollout modes with its own admission and without models. No GPU and no process is used."""

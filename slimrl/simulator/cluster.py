@@ -17,16 +17,16 @@ from slimrl.planner.work import forward_flops_per_token
 class Cluster:
     trainer_ranks: int
     engine_gpus: int
-    """Of all engines; 0 if they share those of the trainer"""
+    """Number of GPUs of all engines; 0 if they share those of the trainer"""
     num_engines: int
     slots: int
-    """Trajectories that may run at a time"""
+    """Number of trajectories that may run at a time"""
     decoding: int
-    """Sequences that may decode at a time, in all engines"""
+    """Number of sequences that may decode at a time, in all engines"""
     step_s: Callable[[int], float]
-    """Seconds of a decoding step by the sequences that decode"""
+    """Function that gives the seconds of a decoding step from the number of sequences that decode"""
     train_s: float
-    """Passes for log-probs and updates of a step"""
+    """Seconds of the passes for log-probs and the updates of a step"""
     resync_s: float
 
     @property
@@ -72,7 +72,8 @@ def planned_cluster(
 
 
 def _step_seconds(plan: Plan, context: float, efficiency: float) -> Callable[[int], float]:
-    """Of a decoding step: the longer of its reads and its operations, with the sequences spread evenly."""
+    """Seconds of a decoding step, by its number of sequences: the longer of its reads and its operations, with the
+    sequences spread evenly."""
     engine, rollout, hardware = plan.facts.engine, plan.planned.recipe.rollout, plan.hardware
     assert engine is not None
     shape = plan.facts.shape

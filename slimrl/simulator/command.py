@@ -26,7 +26,7 @@ SHOWN_SPLITS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Options of the command."""
+    """Options of `slimrl simulate`."""
 
     turns: str | None = None
     turn_tokens: str | None = None

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FORMS = "a number, lognormal:MEDIAN:SIGMA or pareto:LEAST:ALPHA"
-"""As in help and errors"""
+"""Forms of a distribution, as help and errors name them"""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of a number that is at least 0."""
+    """Distribution of a number that is at least 0."""
 
     draw: Callable[[random.Random], float]
     text: str
-    """As the option has it"""
+    """Text of the distribution, as in the option"""
 
 
 def constant(value: float) -> Distribution:
@@ -47,7 +47,7 @@ def read_distribution(option: str, text: str, *, least: float = 0.0) -> Distribu
 
 
 def _distribution(text: str, kind: str | None, numbers: list[float]) -> Distribution | None:
-    """None if there is none of this kind with such numbers."""
+    """The distribution; None if there is none of this kind with such numbers."""
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         return None
     if kind is None:

@@ -27,7 +27,7 @@ class Engines[Item: Hashable]:
         self._ends: list[tuple[float, int, Item]] = []
         """Heap of the clock at which each sequence ends; those that were cancelled stay in it"""
         self._decoding: dict[Item, int] = {}
-        """By a sequence, its number in the heap"""
+        """Number of each decoding sequence in the heap"""
         self._waiting: deque[tuple[Item, float]] = deque()
 
     @property
@@ -35,7 +35,7 @@ class Engines[Item: Hashable]:
         return len(self._decoding)
 
     def pause(self) -> None:
-        """No sequence gets a token, and none begins."""
+        """Let no sequence get a token, and none begin."""
         self.is_paused = True
 
     def resume(self) -> None:
@@ -47,7 +47,7 @@ class Engines[Item: Hashable]:
         self._fill()
 
     def cancel(self, item: Item) -> None:
-        """A sequence ends early, if it is here."""
+        """End a sequence early, if it is here."""
         if self._decoding.pop(item, None) is None:
             self._waiting = deque(each for each in self._waiting if each[0] is not item)
         self._fill()
@@ -61,7 +61,7 @@ class Engines[Item: Hashable]:
             self._on_start(item)
 
     def seconds_to_end(self) -> float:
-        """Until the next sequence ends, if nothing else happens before; infinite if none will."""
+        """Seconds until the next sequence ends, if nothing else happens before; infinite if none will."""
         while self._ends and self._decoding.get(self._ends[0][2]) != self._ends[0][1]:
             heapq.heappop(self._ends)
         if self.is_paused or not self._ends:

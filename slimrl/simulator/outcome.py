@@ -9,26 +9,26 @@ import numpy as np
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Of the steps after the first few, in which the pipeline fills."""
+    """Measurements of the steps after the first few, in which the pipeline fills."""
 
     steps: int = 0
     seconds: float = 0.0
     trainer_busy_s: float = 0.0
-    """It trains or sends weights"""
+    """Time in which the trainer trains or sends weights"""
     engines_busy_s: float = 0.0
-    """An engine decodes or gets weights; mean over the engines"""
+    """Time in which an engine decodes or gets weights; mean over the engines"""
     slots_used_s: float = 0.0
-    """A trajectory that may run at a time does, tools included; mean over these slots"""
+    """Time in which a slot is used by a trajectory, tools included; mean over the slots"""
     ages: Counter[int] = field(default_factory=Counter)
-    """Groups that were trained on by their age"""
+    """Number of groups that were trained on, by their age"""
     durations_s: list[float] = field(default_factory=list)
-    """Of trajectories, from their first turn to their end"""
+    """Durations of trajectories, from their first turn to their end"""
     dropped: int = 0
-    """Groups, as too old"""
+    """Number of groups that were dropped as too old"""
     aborted: int = 0
-    """Trajectories, at their deadline"""
+    """Number of trajectories that were aborted at their deadline"""
     trajectories: int = 0
-    """That were trained on"""
+    """Number of trajectories that were trained on"""
 
     @property
     def steps_per_hour(self) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from slimrl.config.schema.rollout import RolloutConfig, RolloutMode, TooOld
 
 STALENESS = (1, 2, 4, 8)
-"""Of the asynchronous modes that are compared"""
+"""Values of max_staleness for the asynchronous modes that are compared"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def recorded_schedules(rollout: RolloutConfig) -> tuple[list[Schedule], Schedule
 
 
 def schedule_of(rollout: RolloutConfig) -> Schedule:
-    """The recipe's own."""
+    """The schedule of a recipe."""
     if rollout.mode is RolloutMode.async_:
         return asynchronous(rollout.max_staleness, rollout.too_old)
     return SYNC if rollout.mode is RolloutMode.sync else ONE_STEP_OFF

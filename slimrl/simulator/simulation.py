@@ -40,11 +40,11 @@ class Group:
     number: int
     work: GroupWork
     running: int
-    """Trajectories that have not ended"""
+    """Number of the group's trajectories that have not ended"""
     in_slots: set["Trajectory"] = field(default_factory=set)
-    """Those of them that have begun"""
+    """Trajectories of the group that have begun and not ended"""
     lowest: int | None = None
-    """Version that sampled its first token"""
+    """Version of the weights that sampled the group's first token; None before it"""
     is_dropped: bool = False
 
 
@@ -91,10 +91,10 @@ class Simulation:
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._slots = cluster.slots
-        """Free ones"""
+        """Number of free slots"""
         self._queue: deque[Trajectory] = deque()
         self._groups: dict[int, Group] = {}
-        """Running and waiting ones"""
+        """Groups that run or wait, by number"""
         self._trainer = Trainer.waits
         self._outcome = Outcome()
 
@@ -107,7 +107,7 @@ class Simulation:
         return self._outcome
 
     def _at(self, seconds: float, event: Callable[[], None]) -> None:
-        """After so many seconds from now."""
+        """Plan an event after so many seconds from now."""
         heapq.heappush(self._events, (self._now + seconds, next(self._order), event))
 
     def _next_event(self) -> None:

@@ -25,11 +25,11 @@ class Row:
     schedule: Schedule
     outcome: Outcome
     shared: bool = False
-    """Trainer and engines work in turns on all GPUs"""
+    """Whether trainer and engines work in turns on all GPUs"""
     own: bool = False
-    """Of the recorded run"""
+    """Whether it is the schedule of the recorded run"""
     problems: Sequence[str] = ()
-    """Why it does not fit, as far as it is planned"""
+    """Reasons why the layout does not fit, as far as it is planned"""
 
     @property
     def mode(self) -> str:

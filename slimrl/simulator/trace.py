@@ -17,10 +17,11 @@ from slimrl.simulator.cluster import Cluster
 from slimrl.simulator.workload import GroupWork, RecordedWorkload, Turn
 
 ENDS = {"taken": "finished", "filtered": "filtered", "failed": "failed"}
-"""How a recorded group left -> how it ends in a simulation. Of a dropped one only the quick trajectories are known."""
+"""Way in which a recorded group left -> its end in a simulation. Of a dropped one only the quick trajectories are
+known."""
 
 FEW_STEPS = 10
-"""Of fewer recorded steps the notes speak."""
+"""Number of recorded steps below which a note says that they are few."""
 
 
 def read_trace(folder: Path, recipe: Recipe) -> tuple[Cluster, RecordedWorkload, list[str]]:
@@ -52,7 +53,7 @@ def read_trace(folder: Path, recipe: Recipe) -> tuple[Cluster, RecordedWorkload,
 
 
 def _read_groups(path: Path) -> list[dict[str, Any]]:
-    """Without the broken last line that a killed run may leave."""
+    """Lines of groups.jsonl, without the broken last line that a killed run may leave."""
     lines = []
     for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
         try:
@@ -65,13 +66,14 @@ def _read_groups(path: Path) -> list[dict[str, Any]]:
 
 
 def _trajectories(line: dict[str, Any]) -> list[list[Turn]]:
-    """From its slot on; runs before there was that time recorded the begin of the group alone."""
+    """Trajectories of a recorded group, each as one turn from the begin of its slot on; older runs recorded the begin
+    of the group alone."""
     started = line.get("started") or [line["begun"]] * len(line["ended"])
     return [[Turn(max(0.0, end - start), 0.0)] for start, end in zip(started, line["ended"], strict=True)]
 
 
 def _cluster(run: RunFolder, recipe: Recipe) -> tuple[Cluster, int]:
-    """With the mean times of the run's steps, and how many these are."""
+    """The cluster with the mean times of the run's steps, and the number of these steps."""
     steps = [line for line in read_metrics(run.metrics) if "time/step_s" in line and "time/rollout_s" in line]
     # The first one warms up.
     steps = steps[1:] or steps

@@ -11,44 +11,45 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.simulator.distribution import Distribution, constant
 
 DRAWN = 4096
-"""Trajectories from which means are estimated"""
+"""Number of drawn trajectories from which means are estimated"""
 
 
 @dataclass(frozen=True)
 class Turn:
     tokens: float
-    """That the model samples"""
+    """Number of tokens that the model samples"""
     tool_s: float
-    """Of the answer to it"""
+    """Seconds of the tool's answer to the turn"""
 
 
 @dataclass(frozen=True)
 class GroupWork:
     trajectories: Sequence[Sequence[Turn]]
     end: str = "finished"
-    """Or `filtered` or `failed`"""
+    """End of the group: `finished`, `filtered` or `failed`"""
 
 
 class Workload(Protocol):
     def group(self, number: int) -> GroupWork:
-        """Always the same for a number, so that all modes have the same work."""
+        """The work of a group. Always the same for a number, so that all modes have the same work."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnWorkload:
-    """Turns are drawn one by one: those of a trajectory, and trajectories of a group, know nothing of each other."""
+    """Work whose turns are drawn one by one: those of a trajectory, and trajectories of a group, are independent of
+    each other."""
 
     samples: int
-    """Trajectories of a group"""
+    """Number of trajectories of a group"""
     prompt_tokens: int
-    """Tokens of a trajectory that are not sampled: prompt and tool results"""
+    """Number of tokens of a trajectory that are not sampled: prompt and tool results"""
     turns: Distribution
     turn_tokens: Distribution
     tool_s: Distribution
-    """After each turn but the last"""
+    """Seconds of a tool's answer, after each turn but the last"""
     rollout: RolloutConfig
-    """Its limits cut off what is drawn: max_turns, max_new_tokens, max_trajectory_tokens, tool_timeout_s"""
+    """Settings whose limits cut off what is drawn: max_turns, max_new_tokens, max_trajectory_tokens, tool_timeout_s"""
     seed: int
 
     def group(self, number: int) -> GroupWork:

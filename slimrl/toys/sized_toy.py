@@ -21,12 +21,12 @@ from slimrl.toys.toy_configs import TOYS, ToySize
 
 VOCABULARY = 2048
 LAYERS, EXPERTS, KV_HEADS = 4, 16, 4
-"""Minimum; rounded up so that the layout divides them."""
+"""Smallest numbers of layers, experts and key-value heads; rounded up so that the layout divides them."""
 STEP = 32
-"""The width is a multiple of it, and of the tensor-parallel sizes."""
+"""Number of which the width is a multiple, as of the tensor-parallel sizes."""
 
 _HIDDEN = ((0.2e9, 512), (4e9, 1024), (float("inf"), 2048))
-"""(bytes, hidden size of models below them)"""
+"""Hidden sizes of models, each with the bytes below which a model has it"""
 
 
 def sized_config(family: str, nbytes: int, dtype: str, parallel: ParallelConfig) -> dict[str, Any]:
@@ -85,5 +85,5 @@ def _config(family: str, nbytes: int, dtype: str, parallel: ParallelConfig, widt
 
 
 def tensor_bytes(config: dict[str, Any]) -> int:
-    """Of all tensors of the model."""
+    """Bytes of all tensors of the model."""
     return sum(map(spec_bytes, family_of(config).hf_tensor_specs(config)))

@@ -17,12 +17,12 @@ class ToySize:
     experts: int = 8
     experts_per_token: int = 2
     moe_intermediate: int = 96
-    """Width of one expert."""
+    """Width of one expert's MLP."""
     mtp_layers: int = 0
     """Layers for multi-token prediction, in families that have them; slimrl does not train them."""
     max_position: int = 1024
     rope_theta: float = 1000.0
-    """Small, since conversations have a few hundred tokens."""
+    """Base of the rotary embedding; small, since conversations have a few hundred tokens."""
     init_std: float = 0.1
     """Standard deviation of all weights but norms, which multiply by 1; about 1 / sqrt(hidden)."""
 
@@ -109,7 +109,7 @@ def _glm4_moe(size: ToySize) -> dict[str, Any]:
 
 
 def _deepseek_v3(size: ToySize) -> dict[str, Any]:
-    """Each head has `head_dim` dimensions without rotation, and half as many with it."""
+    """Config of DeepSeek-V3: each head has `head_dim` dimensions without rotation, and half as many with it."""
     return {
         **_decoder(size, "DeepseekV3ForCausalLM", "deepseek_v3", without=("use_sliding_window", "head_dim")),
         **_deepseek_moe(size),
@@ -147,4 +147,4 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "deepseek_v3": _deepseek_v3,
     "qwen3_next": _qwen3_next,
 }
-"""config.json by family."""
+"""Function that makes the config of each family, by the family's name."""

@@ -29,7 +29,7 @@ from slimrl.trainer.value_head import attach_value_head
 LOCAL_LAYERS = {"transformer_impl": "local", "moe_grouped_gemm": False}
 """Fields of TransformerConfig for Megatron's own layers."""
 ENGINE_LAYERS = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True}
-"""The same for Transformer Engine's."""
+"""Fields of TransformerConfig for Transformer Engine's layers."""
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
@@ -101,7 +101,7 @@ def build_local_chunk(
     index: int = 0,
     megatron: Mapping[str, Any] | None = None,
 ) -> GPTModel:
-    """One chunk of this rank's weights as an uninitialised, unwrapped bfloat16 module, to inspect its shapes.
+    """Build one chunk of this rank's weights as an uninitialised, unwrapped bfloat16 module, to inspect its shapes.
 
     It has Megatron's local layers on every machine. Checkpoints store them under the same keys as Transformer
     Engine's.

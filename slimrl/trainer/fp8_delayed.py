@@ -51,7 +51,7 @@ class DelayedScales:
 
 
 class DelayedRounding(Rounding):
-    """One layer of a model chunk."""
+    """Delayed scaling in one layer of a model chunk."""
 
     def __init__(self, forward: DelayedScales, backward: DelayedScales, index: int) -> None:
         self._forward, self._backward, self._index = forward, backward, index
@@ -72,7 +72,7 @@ class DelayedRounding(Rounding):
 def delayed_roundings(
     chunk: nn.Module, config: TransformerConfig, count: int, device: torch.device
 ) -> list[DelayedRounding]:
-    """For `count` layers of a chunk, whose passes then update the scales."""
+    """The rounding of `count` layers of a chunk, whose passes then update the scales."""
     forward = DelayedScales(config, E4M3, 2 * count, device)
     backward = DelayedScales(config, E5M2, count, device)
 

@@ -25,11 +25,11 @@ from slimrl.trainer.fp8_delayed import delayed_roundings
 from slimrl.trainer.fp8_linear import WHOLE, Rounding, TileRounding, fp8_linear
 
 MXFP8_ELEMENTS = 32
-"""Elements that share a scale in MXFP8."""
+"""Number of elements that share a scale in MXFP8."""
 
 
 def emulate_fp8(chunk: GPTModel, config: TransformerConfig, scaling: Fp8Scaling) -> None:
-    """Have a chunk of Megatron's local layers round as a value of `trainer.fp8` says."""
+    """Make the linear layers of a chunk, which are Megatron's local ones, round as a value of `trainer.fp8` says."""
     layers = list(_linear_layers(chunk, config))
     for layer, rounding in zip(layers, _roundings(chunk, config, scaling, len(layers)), strict=True):
         if isinstance(layer, Linear):
@@ -51,7 +51,7 @@ def _linear_layers(chunk: GPTModel, config: TransformerConfig) -> Iterator[Any]:
 
 
 def _roundings(chunk: GPTModel, config: TransformerConfig, scaling: Fp8Scaling, count: int) -> Sequence[Rounding]:
-    """One for each layer of a chunk."""
+    """The rounding of each layer of a chunk."""
     if scaling is Fp8Scaling.delayed:
         return delayed_roundings(chunk, config, count, device.compute_device())
     rounding = {

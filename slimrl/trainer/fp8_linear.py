@@ -24,7 +24,7 @@ from slimrl.quantization.fp8 import TileShape
 from slimrl.quantization.rounding import E4M3, round_tiles
 
 WHOLE = 1 << 62
-"""Edge of a tile as large as any matrix."""
+"""Edge of a tile that is at least as large as any matrix."""
 
 
 class Rounding(ABC):
@@ -32,27 +32,27 @@ class Rounding(ABC):
 
     @abstractmethod
     def inputs(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """For y and for dw."""
+        """The layer's input x, rounded for y = x w^T and for dw."""
 
     @abstractmethod
     def weight(self, w_MK: Tensor) -> tuple[Tensor, Tensor]:
-        """For y and for dx."""
+        """The weight w, rounded for y and for dx."""
 
     @abstractmethod
     def gradient(self, dy_TM: Tensor) -> tuple[Tensor, Tensor]:
-        """For dx and for dw."""
+        """The output's gradient dy, rounded for dx and for dw."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileRounding(Rounding):
-    """Each tile by its present largest value."""
+    """Rounding of tiles, each by its present largest value."""
 
     inner: int
-    """Elements along the inner dimension that share a scale"""
+    """Elements along the inner dimension of a product that share a scale"""
     outer: int = 1
-    """The same across it, for activations and gradients"""
+    """Elements across the inner dimension that share a scale, for activations and gradients"""
     weight_tile: TileShape | None = None
-    """None: as activations"""
+    """Tile of the weight; None for the tile of activations"""
     gradient_dtype: torch.dtype = E4M3
     power_of_two: bool = False
 
@@ -69,7 +69,8 @@ class TileRounding(Rounding):
         return self._both(dy_TM, self.gradient_dtype)
 
     def _both(self, values_MN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """With the inner dimension second, and first."""
+        """The matrix rounded for a product whose inner dimension is the second, and for one whose inner dimension is
+        the first."""
         row = round_tiles(values_MN, (self.outer, self.inner), dtype, power_of_two=self.power_of_two)
         if self.inner == self.outer:
             return row, row
@@ -87,7 +88,8 @@ def fp8_linear(
     tp_group: Any,
     **others: Any,
 ) -> Tensor:
-    """In place of megatron-core's `linear_with_grad_accumulation_and_async_allreduce`, with its arguments.
+    """The linear layer in FP8, in place of megatron-core's `linear_with_grad_accumulation_and_async_allreduce`, with
+    its arguments.
 
     What it does behind a layer's own communication: the input of a column-parallel layer is gathered before it is
     rounded, and its gradient reduced after the product.

@@ -11,7 +11,7 @@ import torch
 
 
 class HostMemory:
-    """Its `tensor` must not outlive it.
+    """A buffer in host memory. Its `tensor` must not outlive it.
 
     Raises:
         MemoryError: the host has not enough memory that can be locked.
@@ -23,7 +23,7 @@ class HostMemory:
             return
         mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-        """uint8 [nbytes]"""
+        """uint8 [nbytes], the buffer"""
         address, runtime = self.tensor.data_ptr(), torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(mapping), 0)):
             raise MemoryError(f"cannot lock {len(mapping)} bytes of host memory: CUDA error {status}")
@@ -36,5 +36,5 @@ def whole_pages(nbytes: int) -> int:
 
 
 def _unlock(runtime: Any, address: int) -> None:
-    """Before the memory is unmapped."""
+    """Release the page lock, before the memory is unmapped."""
     runtime.cudaHostUnregister(address)

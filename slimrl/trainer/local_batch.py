@@ -37,7 +37,7 @@ class LocalBatch(LossBatch):
     index_T: Tensor
     """int64, position of each token in the whole micro-batch"""
     replay_experts_TLK: Tensor | None = None
-    """int16"""
+    """int16, experts of each token that the routers are to take; None without routing replay"""
     total_tokens: int
     """Length of the whole micro-batch, padding included"""
     packed_seq_params: PackedSeqParams
@@ -45,7 +45,7 @@ class LocalBatch(LossBatch):
     context_group: Any
     """The context-parallel process group; None if this rank holds all tokens"""
     mtp: MtpTargets | None = None
-    """None if the pass is without layers for multi-token prediction"""
+    """Targets of the layers for multi-token prediction; None if the pass is without these layers"""
 
     @property
     def num_tokens(self) -> int:

@@ -56,7 +56,7 @@ class MicroBatchRunner:
         self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
         self.vocab_size, self.chunk_tokens = vocab_size, chunk_tokens
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
-        """Called with the number of micro-batches of a pass that are done, and their total."""
+        """Function that is called with the number of micro-batches of a pass that are done, and their total."""
         self.done, self.total = 0, 0
         self.accumulated: tuple[dict[str, float], float, int] | None = None
         """Reported sums, denominator and number of tokens of the gradients that wait for `step`"""
@@ -65,7 +65,7 @@ class MicroBatchRunner:
         config = unwrap(chunks[0]).config
         self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
         self.routing_shape = (config.num_layers, config.moe_router_topk, config.num_moe_experts or 0)
-        """Layers, experts per token, experts of a layer"""
+        """Number of layers, of experts per token, and of experts of a layer"""
         self.routing_record: RoutingRecord | None = None
         self.routing_replay: RoutingReplay | None = None
         if config.num_moe_experts is not None:
@@ -169,7 +169,7 @@ class MicroBatchRunner:
         return self.step()
 
     def step(self) -> UpdateResult:
-        """One optimizer step with the gradients of `accumulate`; every rank calls it."""
+        """Do one optimizer step with the gradients of `accumulate`; every rank calls it."""
         assert self.accumulated is not None, "accumulate comes first"
         (sums, denominator, num_tokens), self.accumulated = self.accumulated, None
         with SPANS("optimizer"):
@@ -290,7 +290,8 @@ class MicroBatchRunner:
     def _compute_loss(
         self, loss_function: LossFunction, loss_scale: float, logprobs_T: Tensor, entropy_T: Tensor, batch: LocalBatch
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """On the last pipeline stage, on every context-parallel rank for its own tokens."""
+        """The loss of a micro-batch for Megatron's schedule, on the last pipeline stage, on every context-parallel rank
+        for its own tokens."""
         sums = loss_function(logprobs_T, entropy_T, batch)
         num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=sums.loss.device)
         self._found.append((batch, logprobs_T.detach(), entropy_T.detach()))

@@ -33,15 +33,15 @@ LAYER_INPUTS = (
     "sequence_len_offset",
     "padding_mask",
 )
-"""What the layers get as the model's own layers do."""
+"""Names of the inputs that these layers get as the model's own layers do."""
 
 LossOutcome = tuple[Tensor, Tensor, dict[str, Tensor]]
 """(loss, number of tokens, what is reported), which a micro-batch's loss function returns to Megatron's schedule."""
 
 
 class ShiftedMtpLayer(MultiTokenPredictionLayer):
-    """Reads tokens that are shifted already. Megatron's would shift them here, one packed sequence after another and
-    with messages between context-parallel ranks."""
+    """A layer that reads tokens which are shifted already. Megatron's would shift them here, one packed sequence after
+    another and with messages between context-parallel ranks."""
 
     def _get_embeddings(
         self, input_ids: Tensor, position_ids: Tensor, embedding: Any, hidden_states: Tensor, **options: Any
@@ -56,7 +56,8 @@ class ShiftedMtpLayer(MultiTokenPredictionLayer):
 
 
 class GptWithMtp(GPTModel):
-    """Returns the logits of its layers for multi-token prediction beside its own, for a loss outside of the model.
+    """A model that returns the logits of its layers for multi-token prediction together with its own, for a loss
+    outside of the model.
 
     Megatron's model would compute their loss itself, as a mean over each micro-batch.
     """

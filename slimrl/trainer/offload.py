@@ -29,7 +29,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._kept: dict[int, HostMemory] = {}
-        """By the storage's identity."""
+        """Host copies by the identity of their storage."""
         self._taken: list[torch.UntypedStorage] = []
 
     def take(self, tensors: Iterable[Tensor]) -> None:

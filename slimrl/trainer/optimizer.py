@@ -39,7 +39,7 @@ class Optimizer:
         self.scheduler = build_scheduler(trainer, self.megatron, total_updates)
         self.has_mtp = bool(get_model_config(chunks[0]).mtp_num_layers)
         self.mtp_grad_norm = 0.0
-        """Of layers for multi-token prediction at the last update, before clipping"""
+        """Gradient norm of the layers for multi-token prediction at the last update, before clipping"""
         get_model_config(chunks[0]).grad_scale_func = self.megatron.scale_loss
 
     @property
@@ -48,7 +48,7 @@ class Optimizer:
         return float(self.megatron.param_groups[0]["lr"])
 
     def step(self) -> float:
-        """One update with the current gradients; returns their global L2 norm before clipping.
+        """Do one update with the current gradients; returns their global L2 norm before clipping.
 
         The gradients of layers for multi-token prediction have a norm of their own, by which they are clipped.
 
@@ -106,7 +106,8 @@ class Optimizer:
         self.scheduler.load_state_dict(schedule)
 
     def _mtp_grad_norm(self) -> float:
-        """Of layers for multi-token prediction, which Megatron leaves out of its own; 0 without such layers."""
+        """Gradient norm of the layers for multi-token prediction, which Megatron leaves out of its own; 0 without such
+        layers."""
         if not self.has_mtp:
             return 0.0
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
@@ -185,7 +186,7 @@ def _optimizer_config(trainer: TrainerConfig) -> OptimizerConfig:
 
 
 def _finite_everywhere(finite: bool) -> bool:
-    """All ranks must skip together, or the next collective hangs."""
+    """Whether the gradients of all ranks are finite: all must skip together, or the next collective hangs."""
     flag = torch.tensor([float(finite)], device=device.compute_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())

@@ -39,9 +39,9 @@ class RankBatches:
     def __init__(self, runner: MicroBatchRunner, routing_replay: RoutingReplay = RoutingReplay.off) -> None:
         self.runner, self.replay_mode = runner, routing_replay
         self.updates: list[list[MicroBatch]] = []
-        """This rank's micro-batches of each update"""
+        """Micro-batches of this rank, by update"""
         self.reference: Callable[[], AbstractContextManager[None]] | None = None
-        """Gives a block within which the model is the reference"""
+        """Context manager within which the model's weights are the reference's; None without a reference"""
 
     def put_batches(self, updates: Sequence[list[MicroBatch]]) -> None:
         """Replace the micro-batches held.
@@ -114,14 +114,15 @@ class RankBatches:
             self._whiten()
 
     def pieces(self, update: int, names: Sequence[str]) -> list[Piece]:
-        """Added arrays of the sampled tokens, by sequence; of the output rank of each data-parallel rank, else none."""
+        """Added arrays of the sampled tokens, by sequence, on the output rank of each data-parallel rank; none on other
+        ranks."""
         if not self.runner.layout.is_output_rank:
             return []
         batches = self.updates[update]
         return [p for batch in batches for p in pieces_of(batch, {name: batch.added[name] for name in names})]
 
     def place(self, update: int, pieces: Iterable[Piece]) -> None:
-        """On the last pipeline stage: add arrays from the pieces of all sequences of an update.
+        """Add arrays from the pieces of all sequences of an update; called on the last pipeline stage.
 
         These may have been packed for another layout.
         """
@@ -133,14 +134,14 @@ class RankBatches:
                 batch.added[name] = scattered(batch, values)
 
     def add_values(self, update: int) -> None:
-        """Of a critic: add its present values."""
+        """Add the critic's present values, on a critic's rank."""
         batches = self.updates[update]
         found = self.runner.compute_logprobs(batches, temperature=1.0)
         for batch, result in zip(batches, found or (), strict=found is not None):
             batch.added[VALUES] = result.logprobs
 
     def estimate(self, update: int, algorithm: AlgorithmConfig, critic: CriticConfig) -> None:
-        """Of a critic: add advantages and returns, from its values and the rewards of trajectories at their ends.
+        """Add advantages and returns on a critic's rank, from its values and the rewards of trajectories at their ends.
 
         The rewards stand in the place of advantages. Where the KL is in the reward, `place` has added both log-probs.
 
@@ -188,7 +189,7 @@ class RankBatches:
         return None if found is None else self._reports(batches, found)
 
     def step(self) -> UpdateResult:
-        """See MicroBatchRunner.step."""
+        """Do one optimizer step; see MicroBatchRunner.step."""
         return self.runner.step()
 
     def _reports(self, batches: Sequence[MicroBatch], found: Sequence[LogProbs]) -> list[LogProbReport] | None:

@@ -15,7 +15,7 @@ from slimrl.trainer.host_memory import HostMemory
 from slimrl.trainer.offload import bytes_of, distinct_storages, weight_tensors
 
 PIECE_BYTES = 64 * 1024**2
-"""Bytes exchanged at a time."""
+"""Number of bytes exchanged at a time."""
 
 
 class ReferenceWeights:
@@ -31,7 +31,7 @@ class ReferenceWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The chunks have these weights within the block, and afterwards their own again, bit by bit."""
+        """Put these weights into the chunks within the block, and afterwards the chunks' own again, bit by bit."""
         self._swap()
         try:
             yield

@@ -115,7 +115,8 @@ class RoutingRecord:
         self.device = next(chunks[0].parameters()).device
         self.routers = _hooked(chunks, self._record)
         self.passes: dict[int, list[tuple[Tensor, Tensor]]] | None = None
-        """By layer, in the order of the micro-batches: experts [T, K] and margins [T], of this rank's piece of T"""
+        """Records of each layer, in the order of the micro-batches: experts [T, K] and margins [T], of this rank's
+        piece of T; None while nothing is recorded"""
 
     def start(self) -> None:
         """Clear the record and start recording."""

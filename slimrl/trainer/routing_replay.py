@@ -49,7 +49,8 @@ class RoutingReplay:
             self.layers.append(layer)
         device = next(chunks[0].parameters()).device
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
-        """Pairs of a token and a layer that were routed, that were replayed, and that would have chosen otherwise"""
+        """Numbers of pairs of a token and a layer that were routed, that were replayed, and that would have chosen
+        otherwise"""
 
     def start(self) -> None:
         """Begin a pass over micro-batches."""
@@ -84,7 +85,7 @@ class RoutingReplay:
             self.in_forward, self.given_TLK, self.valid_T = False, None, None
 
     def summary(self) -> tuple[float | None, float | None]:
-        """Of the last pass, over all ranks; every rank calls it.
+        """Fractions of the last pass that were replayed and changed, over all ranks; every rank calls it.
 
         Returns:
             The fraction of pairs of a token and a layer that were replayed, padding left out; and the fraction of
@@ -97,7 +98,7 @@ class RoutingReplay:
 
 
 class LayerReplay(RouterReplay):
-    """One router's. Not in megatron-core's global list of instances, which would outlive the model."""
+    """The replay of one router. Not in megatron-core's global list of instances, which would outlive the model."""
 
     def __init__(self, replay: RoutingReplay, layer: int) -> None:
         """
@@ -107,7 +108,7 @@ class LayerReplay(RouterReplay):
         self.replay, self.layer = replay, layer
         self.layer_number: int | None = layer + 1
         self.again: deque[Tensor | None] = deque()
-        """What first runs without gradient were given, in their order; int16 [T, K]"""
+        """Experts that first runs without gradient were given, in their order; int16 [T, K]"""
 
     def get_replay_topk(
         self,

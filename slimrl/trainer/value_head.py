@@ -8,7 +8,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 PARAMETER = "output_layer.weight"
-"""Its name, which Megatron expects; the output layer of a model that is no critic has the same."""
+"""Name of the value head's parameter, which Megatron expects; the output layer of a model that is no critic has the
+same."""
 
 
 def attach_value_head(chunk: GPTModel) -> None:

@@ -92,7 +92,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 def _spans(tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """Tokens of each chunk."""
+    """Slices of the tokens, one for each chunk."""
     for start in range(0, tokens, chunk_tokens):
         yield slice(start, min(start + chunk_tokens, tokens))
 

@@ -89,7 +89,7 @@ class MegatronWeightSource:
         return self._layout
 
     def groups(self, name: str) -> Tensor:
-        """See WeightSource."""
+        """This rank's pieces of a tensor, with its adapters merged in; see WeightSource.groups."""
         index, position = self._places[name]
         rule, adapters = self._map.entries[index].rule, self._adapters.get(index)
         groups = rule.op.groups(self._local[index])[position]

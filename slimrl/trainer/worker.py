@@ -113,7 +113,7 @@ class TrainerWorker(RankBatches):
         self.optimizer.megatron.reload_model_params()
 
     def keep_reference(self) -> None:
-        """The current weights become the reference's; with adapters these are the model's own, which never change."""
+        """Keep the current weights as the reference's; with adapters these are the model's own, which never change."""
         if self.lora.rank:
             self.reference = partial(without_adapters, self.chunks)
         else:
@@ -136,7 +136,7 @@ class TrainerWorker(RankBatches):
         self.offload.restore(parts)
 
     def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
-        """See checkpoint.save."""
+        """Write a checkpoint; see checkpoint.save."""
         return checkpoint.save(
             directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path
         )

@@ -25,7 +25,7 @@ BLOCK_BYTES = 4 * 1024**2
 """Most bytes of a tensor in one frame: a few of them fit into a processor's cache."""
 
 ZSTD_LEVEL = 1
-"""Higher levels take at least twice as long and save almost nothing."""
+"""zstd's compression level: higher ones take at least twice as long and save almost nothing."""
 
 MAX_WORKERS = 8
 """Most threads that encode, apply or hash; with more, disks and memory are the limit."""
@@ -36,7 +36,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def num_workers() -> int:
-    """As many as this process has cores, at most MAX_WORKERS."""
+    """Number of worker threads: one for each core of this process, at most MAX_WORKERS."""
     return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
@@ -52,9 +52,9 @@ class BlockCodec(threading.local):
     def __init__(self, encoding: DeltaEncoding) -> None:
         self._encoding = encoding
         self.buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
-        """Has room for the block that the thread works on."""
+        """Buffer for the block that the thread works on."""
         self.changed_elements = 0
-        """Found by the last `encode`"""
+        """Number of changed elements that the last `encode` found"""
         self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
         self._decompressor = zstandard.ZstdDecompressor()
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class VersionDirectory:
-    """Written by one process, read by any number."""
+    """The folder with a run's versions; written by one process, read by any number."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -31,7 +31,7 @@ class VersionDirectory:
         return self.root / f"v{version:06d}"
 
     def versions(self) -> list[int]:
-        """Whole versions, ascending."""
+        """Numbers of the whole versions in the folder, ascending."""
         matches = (_NAME.fullmatch(path.name) for path in self.root.iterdir()) if self.root.is_dir() else ()
         return sorted(int(match.group(1)) for match in matches if match)
 

@@ -28,7 +28,7 @@ from slimrl.versions.directory import VersionDirectory
 from slimrl.versions.manifest import Manifest, VersionRef, read_manifest
 
 POLL_S = 0.02
-"""Between two attempts to take a lock that another process holds."""
+"""Seconds between two attempts to take a lock that another process holds."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -18,7 +18,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class VersionRef:
-    """One writing of a version. A version that is written again has the same number and another id."""
+    """The identity of one writing of a version: a version that is written again has the same number and another id."""
 
     version: int
     id: str
@@ -33,11 +33,11 @@ class Frame:
 
     file: str
     offset: int
-    """In the file"""
+    """Byte offset of the frame in its file"""
     nbytes: int
     start: int
     stop: int
-    """The block: bytes of the tensor, the second excluded"""
+    """End of the block: the frame is of the tensor's bytes from `start` to this, which is excluded"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class StoredTensor:
     xxh3: str
     """16 hexadecimal digits: XXH3-64 of the tensor's bytes in this version."""
     frames: tuple[Frame, ...] = ()
-    """In a delta, in ascending order; none for a tensor that did not change"""
+    """Frames of the tensor in a delta, in ascending order; none for a tensor that did not change"""
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +59,9 @@ class Manifest:
     base: VersionRef | None
     """The version that a delta applies to; None for a whole version, whose folder is a Hugging Face checkpoint."""
     encoding: DeltaEncoding | None
-    """Of a delta's frames."""
+    """Encoding of a delta's frames; None for a whole version."""
     files: Mapping[str, int]
-    """Bytes of each file beside the manifest."""
+    """Size of each file of the version but the manifest, in bytes."""
     tensors: Mapping[str, StoredTensor] = field(repr=False)
 
     @property

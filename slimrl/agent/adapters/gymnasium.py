@@ -44,7 +44,7 @@ class GymnasiumEnvironment:
         self._render_path, self._parse_path = render, parse
         self._env: Env | None = None
         self._shown = ""
-        """The last observation"""
+        """The last observation as text"""
         self._counts = {"steps": 0, "invalid_actions": 0}
 
     @classmethod

@@ -21,11 +21,11 @@ TOOL = "act"
 """Name of the tool whose arguments are the action"""
 CHECK_TIMEOUT_S = 10.0
 FULL_POLL_S = 0.5
-"""Between attempts to get a session of a server that is full"""
+"""Seconds between attempts to get a session of a server that is full"""
 
 
 class ServerRefusal(Exception):
-    """An error that the server answered."""
+    """A request that the server answered with an error."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         errors = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", ()))
@@ -182,7 +182,7 @@ class OpenEnvEnvironment:
         return [{"type": "function", "function": {"name": TOOL, "description": description, "parameters": parameters}}]
 
     def _action_schema(self, schemas: dict[str, Any]) -> dict[str, Any]:
-        """Without the field `metadata`, which each action has and no policy should fill."""
+        """The schema of an action without the field `metadata`, which each action has and no policy should fill."""
         action = schemas["action"]
         fields = {name: field for name, field in action.get("properties", {}).items() if name != "metadata"}
         return {**action, "properties": fields}

@@ -38,7 +38,7 @@ class FunctionAgent:
 
     function: Callable[[Mapping[str, Any], Connection], Any]
     path: str
-    """Its import path"""
+    """Import path of the function"""
 
     async def run(self, line: Mapping[str, Any], connection: Connection, afterwards: AsyncExitStack) -> str:
         try:

@@ -36,7 +36,7 @@ error_body = anthropic_error
 
 
 class Thinking(Loose):
-    """Of an earlier turn, whose tokens the gateway has"""
+    """The thinking of an earlier turn, whose tokens the gateway has"""
 
     type: Literal["thinking", "redacted_thinking"]
 

@@ -1,4 +1,4 @@
-"""Long computations beside the event loop, which serves all trajectories."""
+"""Long computations in threads, so that they do not hold up the event loop, which serves all trajectories."""
 
 import asyncio
 import os
@@ -9,7 +9,8 @@ from typing import Any
 from slimrl.data.threads import ReusedThreads
 
 SHORT = 16_384
-"""Bytes, characters or tokens that take a few milliseconds: less than their way to a thread and back would disturb"""
+"""Largest size (bytes, characters or tokens) of what is computed on the event loop itself: it takes a few milliseconds,
+less than its way to a thread and back would disturb"""
 MAX_THREADS = 8
 
 

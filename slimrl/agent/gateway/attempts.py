@@ -21,9 +21,9 @@ from slimrl.agent.gateway.chat_request import Reply
 class Attempt:
     task: "asyncio.Task[Any]"
     is_gone: Callable[[], bool]
-    """Whether the connection of its client has ended"""
+    """Function that tells whether the client's connection has ended"""
     reply: Reply | None = None
-    """Once there is one"""
+    """The answer, once there is one"""
 
     @property
     def is_continued(self) -> bool:
@@ -34,7 +34,7 @@ class Attempt:
 @dataclass
 class Attempts:
     _kept: dict[bytes, list[Attempt]] = field(default_factory=dict)
-    """Those that are under way or answered, the oldest first, by what they ask"""
+    """Attempts that are under way or answered, the oldest first, by the key of their request"""
     _lost: Counter[bytes] = field(default_factory=Counter)
 
     def add(self, asked: bytes, attempt: Attempt) -> None:
@@ -58,8 +58,8 @@ class Attempts:
         self.forget(asked, attempt)
 
     def refuse(self, asked: bytes) -> None:
-        """Expect that a client comes again which was told to; its retry is mistaken for another one's only if there is
-        another."""
+        """Expect a retry of a refused request whose client was told to try again; it is mistaken for another client's
+        only if there is another."""
         if asked in self._kept:
             self._lost[asked] += 1
 

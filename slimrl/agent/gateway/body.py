@@ -31,13 +31,13 @@ class Loose(Object):
 
 
 class OtherTool(Loose):
-    """A tool of which the policy cannot be told, such as a search that the company's servers run"""
+    """A tool that the policy cannot be shown, such as a search that the company's servers run"""
 
     type: str
 
 
 def own_tools(*kinds: str | None) -> Discriminator:
-    """Tells `tool`, of one of these types, from `other`."""
+    """Discriminator of a union: `tool` for a tool of one of these types, else `other`."""
     return Discriminator(lambda value: "tool" if not isinstance(value, dict) or value.get("type") in kinds else "other")
 
 
@@ -54,7 +54,7 @@ class Body(Object):
 
 
 MAX_CHOICES = 128
-"""Most answers to one request"""
+"""Largest number of answers (`n`) to one request"""
 
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 Count = Annotated[int, Field(ge=1)]
@@ -70,7 +70,7 @@ class TextPart(Loose):
 
 Content = str | list[TextPart]
 Listed = Annotated[list[StopText], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""Texts, or a single one"""
+"""A list of texts, or a single text, which becomes a list of one"""
 
 
 UNKNOWN = "the gateway does not know it"
@@ -78,7 +78,8 @@ NOT_SHOWN = "the policy is shown functions alone"
 
 
 def judged(body: Body, table: Mapping[str, Judged]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the run's settings replace, and why the rest is ignored that is; each by the field's path.
+    """The values of fields that the run's settings replace, and the reasons why other fields are ignored; each by the
+    field's path.
 
     Raises:
         ApiError: a field is refused.

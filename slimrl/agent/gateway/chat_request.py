@@ -20,27 +20,28 @@ NEUTRAL: tuple[Any, ...] = (0, {}, [])
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
     messages: Sequence[Message]
-    """Canonical ones"""
+    """The messages in canonical form (messages.py)"""
     tools: Sequence[dict[str, Any]] = ()
-    """JSON schemas that the policy is shown"""
+    """JSON schemas of the tools that the policy is shown"""
     n: int = 1
     max_tokens: int | None = None
-    """May lower the run's limit, and nothing else"""
+    """Largest number of new tokens that the client asks for; it can only lower the run's limit"""
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The client's sampling settings, by the names of its API"""
     has_instructions: bool = False
-    """Its first message is an instruction that a request which goes on from its answer does not take over"""
+    """Whether the first message is an instruction that a request which goes on from this one's answer does not take
+    over"""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Why fields of its body are ignored, by their paths"""
+    """Reasons why fields of the body are ignored, by the fields' paths"""
     num_bytes: int = 0
-    """Of its body"""
+    """Size of the request's body"""
     model: str = ""
-    """As the client names it"""
+    """Name of the model, as the client gives it"""
 
     @cached_property
     def key(self) -> bytes:
-        """Of its history"""
+        """Key of the request's history; see `history_key`"""
         return history_key(self.tools, self.messages)
 
     def overridden(self, run: SamplingConfig) -> list[str]:
@@ -57,16 +58,16 @@ class ChatRequest:
 
 @dataclass(eq=False, kw_only=True)
 class Reply:
-    """The turns that answer a request."""
+    """The answer to a request: the turns that the policy sampled."""
 
     turns: Sequence[SampledTurn]
     chat: ChatFormat
     sampling: Mapping[str, Any]
-    """The run's settings, which were used"""
+    """The run's sampling settings, which were used"""
     overridden: Sequence[str]
-    """The client's settings, which were not"""
+    """Names of the client's settings that were not used"""
     has_instructions: bool = False
-    """As of its request"""
+    """Whether the request's first message is an instruction; see ChatRequest"""
     is_kept: bool = True
     """Whether its turns are part of the trajectory"""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -29,9 +29,9 @@ class CommandAgent:
 
     words: Sequence[str]
     host: str
-    """The gateway's, which is asked without a proxy"""
+    """Host of the gateway, which the command asks without a proxy"""
     env: Mapping[str, str] = field(default_factory=dict)
-    """What the recipe adds to its environment"""
+    """Environment variables of the command that the recipe adds"""
     sandbox: CommandSandboxConfig = field(default_factory=CommandSandboxConfig)
 
     async def run(self, line: Mapping[str, Any], connection: Connection, afterwards: AsyncExitStack) -> str:

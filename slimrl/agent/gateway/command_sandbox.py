@@ -17,12 +17,12 @@ from slimrl.agent.sandbox import visible
 from slimrl.config.schema.agent import CommandSandboxConfig
 
 INSIDE = Workspace(root=Path("/workspace"))
-"""The workspace as the command sees it, with a /tmp beside it: the same for all trajectories"""
+"""The workspace as the command sees it, with a /tmp next to it: the same for all trajectories"""
 LOOPBACK = "127.0.0.1"
 SHARED_BYTES = 64 * 1024**2
-"""Size of /dev/shm, which is the host's memory"""
+"""Size of the sandbox's /dev/shm, which is the host's memory"""
 USER = 1000
-"""As the command sees itself: agents refuse to work for root."""
+"""User id of the command within the sandbox: agents refuse to work for root."""
 _ETC = ("ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust", "ca-certificates", "localtime", "mime.types")
 _ETC_OF_NETWORK = ("resolv.conf", "nsswitch.conf")
 _OWN_ETC = {

@@ -13,29 +13,29 @@ from slimrl.agent.gateway.once_pipe import OncePipe
 @dataclass(frozen=True, kw_only=True)
 class Connection:
     url: str
-    """Of the trajectory's session, without a slash at the end"""
+    """URL of the trajectory's session, without a slash at the end"""
     api_key: str = field(repr=False)
-    """For turns of the policy"""
+    """Key for requests of the policy's turns"""
     reward_key: str = field(repr=False)
-    """For the trajectory's reward: not for what the policy may see"""
+    """Key for posting the trajectory's reward: not for what the policy may see"""
     serve: Callable[[socket.socket], AbstractAsyncContextManager[None]] = field(repr=False)
     """Lets the gateway accept from a further socket, and closes it at the end"""
     handed: list[OncePipe] = field(default_factory=list, repr=False)
-    """What a command can read until it asks the policy for the first time"""
+    """Pipes that a command can read until it asks the policy for the first time"""
 
     @property
     def openai_base_url(self) -> str:
-        """For clients of OpenAI's APIs: chat completions and responses"""
+        """Base URL for clients of OpenAI's APIs: chat completions and responses"""
         return f"{self.url}/v1"
 
     @property
     def anthropic_base_url(self) -> str:
-        """For clients of Anthropic's API: messages"""
+        """Base URL for clients of Anthropic's API: messages"""
         return self.url
 
     @property
     def reward_url(self) -> str:
-        """Takes `POST` of {"reward": number} with its key"""
+        """URL that takes `POST` of {"reward": number} with `reward_key`"""
         return f"{self.url}/reward"
 
     @property
@@ -45,7 +45,7 @@ class Connection:
         return port
 
     def at(self, host: str) -> "Connection":
-        """The same through another address."""
+        """The same connection through another address."""
         parts = urlsplit(self.url)
         return replace(self, url=parts._replace(netloc=f"{host}:{self.port}").geturl())
 

@@ -24,7 +24,7 @@ class TurnContext:
     told_messages: Sequence[Message]
     in_thinking: bool
     tokens: list[int]
-    """All of them"""
+    """All tokens of the context"""
 
 
 def context_of(request: ChatRequest, history: History, dialogues: Dialogues, mode: HistoryMode) -> TurnContext:

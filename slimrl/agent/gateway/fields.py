@@ -13,15 +13,15 @@ from typing import Any
 
 class Verdict(StrEnum):
     read = "read"
-    """The answer follows it."""
+    """The answer follows the field."""
     runs = "the run's"
     """A setting of which the run has its own, which is used instead; the answer says so, and the log once."""
     unused = "unused"
-    """It does not concern what the policy says."""
+    """The field does not concern what the policy says."""
     ignored = "ignored"
-    """It asks for what the policy cannot do, and the request has a sense without it; the log says so once."""
+    """The field asks for what the policy cannot do, and the request has a sense without it; the log says so once."""
     refused = "refused"
-    """Without it the request would mean something else, so it is answered with 400 and the reason."""
+    """A field without which the request would mean something else, so that it is answered with 400 and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Field:
     reason: str = ""
     """Why a field is ignored or refused; a sentence behind its name"""
     asks_nothing: tuple[Any, ...] = ()
-    """Values with which it is as good as absent; an object is told by its `type`"""
+    """Values with which the field is as good as absent; an object is compared by its `type`"""
 
     def is_absent(self, value: Any) -> bool:
         kind = value.get("type") if isinstance(value, dict) else value
@@ -38,7 +38,7 @@ class Field:
 
 
 def _fields(verdict: Verdict, names: str, reason: str = "", asks_nothing: tuple[Any, ...] = ()) -> dict[str, Field]:
-    """The same for several fields, which are named with spaces between them."""
+    """The same verdict for several fields, which are named with spaces between them."""
     return dict.fromkeys(names.split(), Field(verdict=verdict, reason=reason, asks_nothing=asks_nothing))
 
 

@@ -25,24 +25,24 @@ from slimrl.data.trajectory import Segment
 
 @dataclass(eq=False, kw_only=True)
 class SampledTurn:
-    """One turn, and what the policy was told before it."""
+    """One turn of the policy, and the messages that it got before it."""
 
     parent: "SampledTurn | None"
     told: list[int]
     """Tokens after the parent's turn; of a root, the whole prompt"""
     told_messages: Sequence[Message]
-    """The same as messages"""
+    """The same tokens as messages"""
     results: Sequence[GenerateResult]
     """Several if the turn went on after a call within its thinking"""
     parsed: AssistantTurn
     is_cut_off: bool
-    """It ended because no more tokens could be sampled."""
+    """Whether the turn ended because no more tokens could be sampled."""
     stop_text: str | None
-    """The client's text that ended it"""
+    """Stop text of the client that ended the turn; None if none did"""
     asked: bytes
-    """Key of the history before it"""
+    """Key of the history before the turn"""
     number: int
-    """Of the samples of that history"""
+    """Number of this sample among those of its history"""
     children: list["SampledTurn"] = field(default_factory=list)
 
     @property
@@ -51,13 +51,13 @@ class SampledTurn:
 
     @property
     def tokens(self) -> list[int]:
-        """Of the whole context, up to the end of the turn."""
+        """Tokens of the whole context, up to the end of the turn."""
         parts = [part for turn in self.path for part in (turn.told, turn.sampled)]
         return [token for part in parts for token in part]
 
     @property
     def path(self) -> list["SampledTurn"]:
-        """From the root to this one."""
+        """The turns from the root to this one."""
         turns = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)
@@ -86,19 +86,20 @@ class SampledTurn:
 
     @property
     def experts(self) -> list[np.ndarray]:
-        """Of the first tokens of the context, as the engine reported them."""
+        """Experts of the first tokens of the context, as the engine reported them: int16 arrays [tokens, layers,
+        top-k]."""
         reported = [result.routed_experts for turn in self.path for result in turn.results]
         return [rows for rows in reported if rows is not None]
 
 
 class History:
-    """The turns of one trajectory."""
+    """All turns that the policy sampled in one trajectory."""
 
     def __init__(self) -> None:
         self._roots: list[SampledTurn] = []
         self._asked: dict[bytes, list[SampledTurn]] = {}
         self.last: SampledTurn | None = None
-        """The one that was sampled last"""
+        """The turn that was sampled last"""
 
     def find(self, asked: bytes, given: Message) -> tuple[SampledTurn, Echo] | None:
         """The turn after a history that a client gives back as this message, the last one of several.
@@ -134,7 +135,7 @@ class History:
             yield from chain
 
     def segments(self) -> list[Segment]:
-        """The tokens of all turns, each trained once."""
+        """The trajectory's segments: the tokens of all turns, each trained once."""
         done, num_turns = [], 0
         for chain in self._chains():
             first = chain[0]

@@ -4,7 +4,7 @@
    files, processes and engines always find one.
 2. A connection is idle until a request with a key is under way on it. If there are as many connections as may be, the
    one that has been idle longest makes room for a new one; if all are busy, new ones wait in the kernel's queue.
-   For a turn of the event loop MAX_CONNECTING more may be there, beside those that make room for them.
+   For a turn of the event loop MAX_CONNECTING more may be there, besides those that make room for them.
 3. An idle connection, one whose request's headers are late included, ends after IDLE_S; aiohttp counts that.
 """
 
@@ -21,13 +21,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted"""
+"""Largest number of connections that wait to be accepted"""
 IDLE_S = 30.0
-"""A connection without a request, or whose headers are not complete, is closed after it"""
+"""Seconds after which a connection without a request, or whose headers are not complete, is closed"""
 FULL_WAIT_S = 0.05
-"""Between two looks for a place while every connection is busy"""
+"""Seconds between two looks for a free place while every connection is busy"""
 MAX_CONNECTING = 64
-"""Connections that are accepted and not yet served: so many are accepted in one turn of the event loop"""
+"""Largest number of connections that are accepted and not yet served: so many are accepted in one turn of the event
+loop"""
 
 
 class Listener:
@@ -40,7 +41,7 @@ class Listener:
         self._runner = runner
         self.max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._idle: dict[asyncio.Transport, None] = {}
-        """In the order in which they became so"""
+        """Idle connections, in the order in which they became idle"""
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connecting: set[asyncio.Task[None]] = set()

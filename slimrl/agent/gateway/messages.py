@@ -63,8 +63,8 @@ def _leading_answers(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _in_order(calls: Sequence[dict[str, Any]], answers: Sequence[Message], place: int) -> list[Message]:
-    """One answer for each call. It answers the first call with its id, or without one the first, of those that have no
-    answer yet."""
+    """One answer for each call, in the order of the calls. An answer is that of the first call with its id, or without
+    an id of the first call, that has no answer yet."""
     open_calls = dict(enumerate(calls))
     numbers = defaultdict[str, deque[int]](deque)
     for number, call in open_calls.items():
@@ -96,7 +96,7 @@ def escaped(messages: Sequence[Message], chat: ChatFormat) -> list[Message]:
 
 
 def history_key(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> bytes:
-    """Equal for equal histories.
+    """Hash of a history: equal for equal histories.
 
     Args:
         messages: canonical ones.
@@ -117,13 +117,13 @@ class Echo:
     """How a client gives back what the policy said."""
 
     is_whole: bool
-    """False if it left out the words before a call"""
+    """Whether the client gave back the words before a call too"""
     added: str | None = None
-    """What it wrote behind the stop text that ended the turn; None if that text is not there either"""
+    """Text that the client wrote behind the stop text that ended the turn; None if that text is not there either"""
 
 
 def echo(said: Message, given: Message, stop_text: str | None) -> Echo | None:
-    """None if the message is not what the policy said.
+    """How the client gives back a message of the policy; None if the message is another one.
 
     Args:
         stop_text: that ended the turn and is no part of `said`.
@@ -139,7 +139,7 @@ def echo(said: Message, given: Message, stop_text: str | None) -> Echo | None:
 
 
 def _dumped(value: Any) -> str:
-    """Tells true from 1, which are equal in Python."""
+    """JSON text of a value, in which true differs from 1; in Python they are equal."""
     return json.dumps(value, sort_keys=True)
 
 

@@ -20,7 +20,7 @@ class Called(Loose):
 
 
 class Function(Object):
-    """A tool."""
+    """A function that the policy may call."""
 
     name: str
     description: str | None = None

@@ -4,13 +4,13 @@ import asyncio
 import os
 
 KEPT_CHARS = 2000
-"""The most of a command's last words that a cause has"""
+"""Largest number of characters of a command's output in the cause of its failure"""
 _KEPT_BYTES = 4 * KEPT_CHARS
 _CHUNK_BYTES = 65536
 _PIPE_BYTES = 1 << 20
-"""The most that a pipe holds"""
+"""Most bytes that a pipe holds"""
 PAUSE_S = 0.01
-"""Between two chunks, so that a command that writes without end waits instead of the event loop"""
+"""Seconds between two chunks, so that a command that writes without end waits instead of the event loop"""
 
 
 class OutputTail:

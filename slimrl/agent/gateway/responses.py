@@ -56,13 +56,13 @@ class Answered(Loose):
 
 
 class Reasoning(Loose):
-    """Of an earlier turn, whose tokens the gateway has"""
+    """The reasoning of an earlier turn, whose tokens the gateway has"""
 
     type: Literal["reasoning"]
 
 
 class Reference(Loose):
-    """To an item of an earlier answer"""
+    """A reference to an item of an earlier answer"""
 
     type: Literal["item_reference"]
     id: str

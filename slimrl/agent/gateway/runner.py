@@ -61,7 +61,7 @@ class GatewayRunner:
     async def run(
         self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
     ) -> Trajectory:
-        """One trajectory, not yet scored; see EpisodeRunner.run."""
+        """Run an agent for one trajectory, which is not yet scored; see EpisodeRunner.run."""
         # Before its deadline begins: each of those that hold a place has one.
         async with self._places:
             return await self._run(prompt, trajectory_id=trajectory_id, sampling=sampling, seed=seed)
@@ -159,7 +159,8 @@ def _why_nothing(session: Session, said: str) -> str:
 
 
 def _state(turn: SampledTurn) -> str:
-    """Equal for turns that were told the same, as `observed_states` has it for a trajectory of one segment."""
+    """Hash of what the policy was told before a turn: equal for equal messages, as `observed_states` has it for a
+    trajectory of one segment."""
     told = [[message["role"], message["content"]] for message in turn.told_messages]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 

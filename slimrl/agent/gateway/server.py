@@ -80,7 +80,7 @@ class GatewayServer:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._sessions: dict[str, tuple[Connection, Session]] = {}
-        """By the name in the path"""
+        """Connection and session of each open trajectory, by the name in the path"""
         self._refusals, self._vain = _Once("refused requests"), _Once("fields that agents send in vain")
         self.aside = Aside()
         app = web.Application(client_max_size=config.max_body_bytes)
@@ -218,7 +218,7 @@ class GatewayServer:
         return await session.compute(read, len(raw))
 
     async def _raw(self, request: web.Request) -> bytes:
-        """A body's bytes."""
+        """Bytes of a request's body."""
         packed = request.headers.get("content-encoding", "identity")
         if packed.lower() != "identity":
             raise ApiError(415, f"content-encoding: {packed[:40]!r}: send the body as it is")

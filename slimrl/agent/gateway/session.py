@@ -34,17 +34,17 @@ from slimrl.data.trajectory import Status
 
 @dataclass(kw_only=True)
 class Counts:
-    """Requests of a trajectory."""
+    """Numbers of a trajectory's requests."""
 
     requests: int = 0
     refused: int = 0
-    """Answered with an error of the client's"""
+    """Requests that were answered with an error of the client's"""
     abandoned: int = 0
-    """Their client was gone before the answer"""
+    """Requests whose client was gone before the answer"""
     repeated: int = 0
-    """Answered again, because the client did not get the first answer"""
+    """Requests that were answered again, because the client did not get the first answer"""
     skipped: int = 0
-    """Answered, and left out of training by `agent.gateway.skip`"""
+    """Requests that were answered, and left out of training by `agent.gateway.skip`"""
 
 
 class Session:
@@ -72,30 +72,30 @@ class Session:
         self.history = History()
         self.counts = Counts()
         self.replies: dict[str, Reply] = {}
-        """Those that later requests may name"""
+        """Answers that later requests may refer to, by their ids"""
         self.posted_reward: float | None = None
         self.spent: BudgetSpent | None = None
         """Why a request was refused for a limit of the run"""
         self.refusal = ""
         """The first request that was refused as wrong, and why"""
         self._num_wrong = 0
-        """Requests that were refused as wrong"""
+        """Number of requests that were refused as wrong"""
         self.num_open = 0
-        """Requests that have not been answered, those included whose body is still being read"""
+        """Number of requests that have not been answered, those included whose body is still being read"""
         self.fault: tuple[Status, str] | None = None
-        """What the engine did to the trajectory, and why"""
+        """Status and cause with which the trajectory failed or was aborted; None while neither"""
         self._is_over = False
         self.crash: Exception | None = None
-        """A fault of ours in the answer to a request"""
+        """Unexpected exception in the answer to a request, a bug of slimrl's"""
         self._attempts = Attempts()
         self._samples: dict[bytes, set[int]] = {}
         """Numbers of the samples that were taken of each history"""
         self._num_taken = 0
-        """Turns that are sampled or under way"""
+        """Number of turns that are sampled or under way"""
         self._under_way: set[asyncio.Task[Any]] = set()
         self._rate = _Rate(agent.gateway.max_requests_per_s)
         self._idle_since, self.idle_s = time.monotonic(), 0.0
-        """Seconds without a request under way"""
+        """Time since which no request is under way, and the sum of all earlier seconds without one"""
 
     async def answer(self, request: ChatRequest, *, is_retry: bool, is_gone: Callable[[], bool]) -> Reply:
         """Turns of the policy that answer a request. The caller takes them back if the client does not get them.
@@ -156,7 +156,7 @@ class Session:
 
     @property
     def max_tokens(self) -> int:
-        """Length of a context"""
+        """Largest number of tokens of a context"""
         return self._requests.rollout.max_trajectory_tokens
 
     async def compute[T](self, call: Callable[[], T], size: int) -> T:
@@ -164,7 +164,7 @@ class Session:
         return await self._aside.run(call, size, self._computing)
 
     def take_back(self, reply: Reply) -> None:
-        """Forget turns that the client did not get."""
+        """Remove the turns that the client did not get."""
         if not reply.is_kept or self.history.take_back(reply.turns):
             self.counts.abandoned += 1
             self._num_taken -= len(reply.turns)
@@ -285,7 +285,7 @@ class Session:
     async def _turn(
         self, context: TurnContext, request: ChatRequest, asked: bytes, number: int, max_new_tokens: int
     ) -> SampledTurn:
-        """One turn, as the engine samples it.
+        """Sample one turn of the policy.
 
         Args:
             asked: key of the request's history.

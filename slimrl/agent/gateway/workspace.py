@@ -24,7 +24,7 @@ INHERITED = (
 )  # fmt: skip
 """The variables of slimrl's own environment that a command gets"""
 REMOVE_S = 60.0
-"""How long the removal of a workspace holds up its trajectory; then it goes on beside the run"""
+"""How long the removal of a workspace holds up its trajectory; then it goes on in the background"""
 
 _REMOVALS, _RETRY_S = 5, 0.2
 """Processes that were killed may still write for a moment."""
@@ -33,11 +33,11 @@ _REMOVALS, _RETRY_S = 5, 0.2
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
     root: Path
-    """Holds the folders below, and may hold files beside them that the command does not see in a sandbox"""
+    """Folder that holds those below; it may also hold files that a sandboxed command does not see"""
 
     @property
     def work(self) -> Path:
-        """Where the command runs, empty at first"""
+        """Folder in which the command runs, empty at first"""
         return self.root / "work"
 
     @property

@@ -22,7 +22,7 @@ from slimrl.config.schema.agent import McpServerConfig
 SESSION_TERMINATED = 32600
 """The client's code for a server that does not know the session, as after its restart."""
 CONNECT_TIMEOUT_S = 30.0
-"""Of an HTTP request; its answer is waited for as long as the call may take."""
+"""Deadline of an HTTP request; its answer is waited for as long as the call may take."""
 
 
 class ConnectionLost(ToolsUnavailable):
@@ -50,9 +50,9 @@ class Connection:
         self._session: ClientSession | None = None
         self._task = asyncio.create_task(self._serve())
         self.lost = False
-        """A call found it so."""
+        """Whether a call found the connection lost."""
         self.tools: list[Tool] = []
-        """Of the server, once the connection is open"""
+        """Tools that the server lists, once the connection is open"""
 
     async def open(self, timeout_s: float) -> None:
         """Wait until the server has listed its tools; to be closed also if it raises.

@@ -29,7 +29,8 @@ class McpServer:
         self.name, self._config = name, agent.mcp[name]
         self._agent, self._thread = agent, thread
         self._connecting: asyncio.Task[Connection] | None = None
-        """Has the connection once it is open. All calls wait for one attempt, which none of them cancels."""
+        """Task that gives the connection once it is open. All calls wait for one attempt, which none of them
+        cancels."""
 
     def open(self) -> Future[list[Tool]]:
         """Connect; the future has the server's tools, or raises ConnectionLost."""

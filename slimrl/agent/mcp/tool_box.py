@@ -1,4 +1,4 @@
-"""The tools of MCP servers, beside tools that are functions.
+"""The tools of MCP servers, together with tools that are functions.
 
 1. Before a run every server was started, asked for its tools, and ended.
 2. `open` connects the servers that all episodes share, `close` ends them.
@@ -41,9 +41,9 @@ class McpToolBox(ToolBox):
         self._agent = agent
         self._thread: LoopThread | None = None
         self._servers: dict[str, McpServer] = {}
-        """That are open, by name"""
+        """Open servers, by name"""
         self._own: list[McpServer] = []
-        """Those of them that this episode alone has"""
+        """Servers that belong to this episode alone"""
         counts = Counter(tool.name for tool in functions)
         counts.update(tool.name for theirs in listed.values() for tool in theirs)
         self._places: dict[str, tuple[str, str]] = {}
@@ -117,7 +117,7 @@ class McpToolBox(ToolBox):
 
 
 def _schema(name: str, tool: McpTool) -> dict[str, Any]:
-    """As chat templates take it: what the server says."""
+    """A tool's schema as chat templates take it, with the server's own words."""
     parameters = {"type": "object", "properties": {}, **tool.inputSchema}
     return {
         "type": "function",

@@ -16,7 +16,7 @@ from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 
 class BubblewrapSandbox:
-    """Used within one event loop."""
+    """Sandbox of processes in namespaces of their own, made by bubblewrap. Used within one event loop."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
@@ -25,7 +25,7 @@ class BubblewrapSandbox:
 
     @property
     def pid(self) -> int | None:
-        """Of bwrap, whose descendants are all processes of the sandbox; None before the first run."""
+        """Process id of bwrap, whose descendants are all processes of the sandbox; None before the first run."""
         return self._client.pid if self._client else None
 
     async def start(self) -> ZygoteClient:

@@ -20,13 +20,14 @@ from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 COMMAND_S = 120.0
 """Deadline of the start of a container, which may load an image, and of its end."""
 FOLDER = Path(tempfile.gettempdir())
-"""Where the commands run: podman's monitor writes a file `oom` there if a container runs out of memory."""
+"""Folder in which the container commands run: podman's monitor writes a file `oom` there if a container runs out of
+memory."""
 WORK = "/tmp/work"
 INTERPRETERS = {Language.python: ["python3", "-I", "-c"], Language.shell: ["bash", "-c"]}
 STARTED = "slimrl: started"
 """First line of stderr, before the program can write any: without it the command failed, not the program."""
 _SIGNAL = 128
-"""Added by a container to the number of the signal that ended its program"""
+"""Offset of a container's exit code where a signal ended its program: 128 + the signal's number"""
 _DESCRIPTORS = 1024
 _REMOVALS, _RETRY_S = 3, 0.5
 """podman refuses to remove a container that ends at that moment."""

@@ -23,7 +23,7 @@ EXIT_S = 1.0
 
 
 class ForkedSession:
-    """Used within one event loop; executions wait for each other.
+    """A session in a fork of the warm interpreter. Used within one event loop; executions wait for each other.
 
     Args:
         archive: descriptor of a tar file that becomes the session's folder; stays the caller's.
@@ -76,7 +76,8 @@ class ForkedSession:
                 await self._end()
 
     async def _wait(self, asking: "asyncio.Future[int | None]", timeout_s: float) -> bool:
-        """As Run.wait. Then nothing reads the channel any more, so it may be closed and its number be another's."""
+        """Wait as Run.wait does. Then nothing reads the channel any more, so it may be closed and its number be
+        another's."""
         try:
             return await self._run.wait(timeout_s, asking)
         finally:

@@ -8,7 +8,7 @@ from typing import Protocol
 from slimrl.config.schema.agent import SandboxLimits
 
 MAX_CODE_BYTES = 100_000
-"""Of a program; less than an argument of a process may have (128 KiB)."""
+"""Longest code of a program; less than an argument of a process may have (128 KiB)."""
 
 
 class SandboxError(Exception):
@@ -26,24 +26,24 @@ class SessionEnded(ValueError):
 class Language(str, Enum):
     python = "python"
     shell = "shell"
-    """bash."""
+    """Commands of bash."""
 
 
 class Ended(str, Enum):
-    """Why a run ended."""
+    """The reason why a run ended."""
 
     ok = "ok"
-    """Exit status 0."""
+    """The program ended with exit status 0."""
     error = "error"
-    """Another exit status: an exception, a failed command."""
+    """The program ended with another exit status: an exception, a failed command."""
     timeout = "timeout"
-    """The limit of wall clock or CPU time."""
+    """The program was stopped at the limit of wall clock or CPU time."""
     memory = "memory"
-    """The limit of memory, or a MemoryError."""
+    """The program was stopped at the limit of memory, or raised MemoryError."""
     output = "output"
-    """The limit of stdout and stderr."""
+    """The program was stopped at the limit of stdout and stderr."""
     killed = "killed"
-    """A signal that the sandbox did not send: a crash."""
+    """A signal that the sandbox did not send ended the program: a crash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,13 @@ class Result:
     """What a run left: its output, and nothing else."""
 
     stdout: str
-    """Decoded as UTF-8; U+FFFD replaces bytes that are not. At a limit: what there was until then."""
+    """Standard output, decoded as UTF-8; U+FFFD replaces bytes that are not. At a limit: what there was until then."""
     stderr: str
     exit_status: int | None
-    """As of a shell's `$?` for a program that ended itself; None if it was stopped or is not known."""
+    """Exit status, as a shell's `$?`, of a program that ended itself; None if it was stopped or is not known."""
     ended: Ended
     seconds: float
-    """Wall clock, without waiting for a place."""
+    """Wall-clock time of the run, without the wait for its turn."""
 
 
 class Session(Protocol):

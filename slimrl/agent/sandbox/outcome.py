@@ -18,7 +18,7 @@ def out_of_cpu_time(status: int, cpu_s: float, limits: SandboxLimits) -> bool:
 
 
 def why(status: int, stderr: str) -> Ended:
-    """For a program that was not stopped at a limit.
+    """The reason why a program ended that was not stopped at a limit.
 
     Args:
         status: its exit code; the negative number of the signal that ended it, or 128 + that number from a shell.

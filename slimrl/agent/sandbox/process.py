@@ -17,17 +17,17 @@ from slimrl.agent.sandbox.zygote_client import memory_file
 from slimrl.config.schema.agent import SandboxLimits
 
 END_S = 10.0
-"""How long a killed process may take to end."""
+"""Seconds that a killed process may take to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What to start."""
+    """A command to start, with its input and environment."""
 
     argv: Sequence[str]
     stdin: bytes = b""
     env: Mapping[str, str] | None = None
-    """None: that of this process."""
+    """Environment variables; None for those of this process."""
     cwd: Path | None = None
 
 
@@ -86,7 +86,7 @@ async def run_command(
 
 
 async def _wait(process: "subprocess.Popen[bytes]", output: Capture, timeout_s: float) -> bool:
-    """Until the process has ended or has written too much. False if the time was over."""
+    """Wait until the process has ended or has written too much. Returns False if the time was over first."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     handle = os.pidfd_open(process.pid)

@@ -21,7 +21,7 @@ WARNING = (
 
 
 class SubprocessSandbox:
-    """Says once, when it is made, that it is no isolation."""
+    """Sandbox of plain processes with resource limits; warns once, when it is made, that it is no isolation."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
@@ -41,11 +41,12 @@ class SubprocessSandbox:
         raise SandboxError("the subprocess sandbox has no sessions; use bubblewrap or container")
 
     async def close(self) -> None:
-        """Nothing runs between runs."""
+        """Do nothing: no process is left between runs."""
 
 
 def _limited(limits: SandboxLimits) -> list[str]:
-    """Without a limit of processes: the kernel would count all those of the user."""
+    """The prlimit command in front of a program. It sets no limit of processes: the kernel would count all those of the
+    user."""
     return [
         "prlimit",
         f"--cpu={limits.cpu_s}",

@@ -12,10 +12,10 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import EpisodeInfo, ToolError
 
 FOLDER = "folder"
-"""Key of a prompt's metadata: what the shell works in, relative to the working directory."""
+"""Key of a prompt's metadata that names the folder in which the shell works, relative to the working directory."""
 
 NUM_ERROR_LINES = 8
-"""Of stderr, from its end."""
+"""Number of lines at the end of stderr that the model gets."""
 _REASONS = {
     Ended.timeout: "stopped: out of time",
     Ended.memory: "stopped: out of memory",
@@ -66,7 +66,7 @@ async def _in_session(
 
 
 def answer(result: Result) -> str:
-    """What the model is told: the output, then the last lines of the error or why the program was stopped."""
+    """The tool's result for the model: the output, then the last lines of the error or why the program was stopped."""
     parts = [result.stdout.rstrip("\n")]
     if result.ended is not Ended.ok:
         parts += result.stderr.rstrip("\n").split("\n")[-NUM_ERROR_LINES:]

@@ -13,7 +13,8 @@ from slimrl.agent.sandbox.inside.confine import RUN_USERS
 from slimrl.agent.sandbox.interface import SandboxError
 
 FIRST_RUN_USER_ON_HOST = 64_000
-"""Among the 65536 users that a rootless container has, as those that follow, and above those that belong to people."""
+"""First user id on the host of RUN_USERS: all of these are among the 65536 users that a rootless container has, and
+above those that belong to people."""
 END_S = 10.0
 
 

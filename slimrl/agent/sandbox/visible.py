@@ -16,7 +16,7 @@ PACKAGES = "/packages"
 _ROOT_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = ("ld.so.cache", "alternatives")
 _REPOSITORY = Path(__file__).resolve().parents[3]
-"""The folder that holds the package slimrl."""
+"""Folder that holds the package slimrl."""
 
 
 def interpreter() -> Path:
@@ -50,7 +50,7 @@ def arguments(packages: list[str]) -> list[str]:
 
 
 def installed(packages: Sequence[str]) -> list[str]:
-    """Those that are installed, and the distributions that they need."""
+    """Names of the packages that are installed, and of the distributions that they need."""
     found: dict[str, Distribution] = {}
     waiting = list(packages)
     while waiting:

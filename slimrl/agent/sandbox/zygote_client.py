@@ -1,4 +1,4 @@
-"""The host's end of a warm interpreter: starts it in bwrap, sends it runs, and hears how they end."""
+"""The host's end of a warm interpreter: starts it in bwrap, sends it runs, and receives how they end."""
 
 import array
 import asyncio
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 START_S = 60.0
 """Deadline of the warm interpreter's start, with the import of its packages."""
 END_S = 10.0
-"""Deadline of an end after it was asked for."""
+"""Deadline of a process's end after it was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Exit:
     status: int
     """Exit code, or the negative number of a signal."""
     cpu_s: float
-    """Of it and the processes that it waited for."""
+    """CPU time of the process and of the child processes that it waited for."""
     over_memory: bool
 
 
@@ -46,7 +46,8 @@ class Run:
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
     async def wait(self, timeout_s: float, *others: "asyncio.Future[Any]") -> bool:
-        """Until the run has ended, has written too much, or one of the others is done. False if the time was over."""
+        """Wait until the run has ended, has written too much, or one of the others is done. Returns False if the time
+        was over first."""
         full = asyncio.ensure_future(self.output.full.wait())
         try:
             waiting: list[asyncio.Future[Any]] = [self.exited, full, *others]
@@ -81,13 +82,13 @@ class Run:
 
 
 class ZygoteClient:
-    """One warm interpreter. Used within one event loop."""
+    """The connection to one warm interpreter. Used within one event loop."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
         self._runs: dict[int, Run] = {}
         self._kills: dict[int, asyncio.Future[None]] = {}
-        """Those that were not answered yet."""
+        """Kills that were not answered yet, by the run's number."""
         self._count = 0
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -160,7 +161,8 @@ class ZygoteClient:
         return run
 
     def kill(self, number: int) -> "asyncio.Future[None]":
-        """Done when the warm interpreter has sent the signals; it sends them again until the run has ended."""
+        """Have the warm interpreter kill a run; the future is done when it has sent the signals, which it repeats until
+        the run has ended."""
         answered = self._kills[number] = asyncio.get_running_loop().create_future()
         try:
             self._control.send(json.dumps({"kill": number}).encode())
@@ -169,7 +171,7 @@ class ZygoteClient:
         return answered
 
     def give_up(self, number: int) -> None:
-        """A run that does not end, as of a process that waits within the kernel: its end is no more waited for."""
+        """Wait no more for the end of a run that does not end, as of a process that waits within the kernel."""
         logger.warning("A run in the sandbox cannot be ended: what it holds stays taken until the kernel lets it go.")
         self._runs.pop(number, None)
 
@@ -212,7 +214,7 @@ class ZygoteClient:
             run.exited.set_result(Exit(**report))
 
     def _fail(self, why: str) -> None:
-        """Nothing more comes of this interpreter."""
+        """Mark this interpreter as broken, and fail all that wait for it."""
         if self.broken:
             return
         self.broken = True

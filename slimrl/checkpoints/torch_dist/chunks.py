@@ -22,16 +22,16 @@ class Chunk:
     """A block of a stored tensor, which is also a block of a Megatron shard."""
 
     entry: int
-    """Index in the weight map's entries."""
+    """Index of the chunk's entry in the weight map's entries."""
     shard: int
     num_shards: int
     slices: Slices
-    """Its place in the shard; one per dimension."""
+    """Slices of the shard that the chunk fills; one per dimension."""
     key: str
     global_shape: tuple[int, ...]
-    """Of the stored tensor, which may have more leading dimensions than the shard: layers or experts."""
+    """Shape of the stored tensor, which may have more leading dimensions than the shard: layers or experts."""
     offset: tuple[int, ...]
-    """Of its first element in the stored tensor; one per dimension of `global_shape`."""
+    """Offset of the chunk's first element in the stored tensor; one per dimension of `global_shape`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class Chunk:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Its shape in the stored tensor, with 1 for each additional leading dimension."""
+        """Shape of the chunk in the stored tensor, with 1 for each additional leading dimension."""
         return (1,) * (len(self.global_shape) - len(self.slices)) + self.shape
 
     @property
@@ -51,9 +51,9 @@ class Chunk:
 class ShardSchema:
     weight_map: WeightMap
     chunks: tuple[Chunk, ...]
-    """In the order of the map's entries, then of shards."""
+    """Chunks in the order of the map's entries, then of shards."""
     objects: tuple[str, ...]
-    """Keys of objects stored beside tensors: placeholders of quantised layers' states, all of them None."""
+    """Keys of stored objects that are no tensors: placeholders of quantised layers' states, all of them None."""
 
 
 def gate_and_up_apart(entry: Entry, chunks: Sequence[Chunk]) -> bool:

@@ -31,7 +31,7 @@ from slimrl.models.layout_ops import Identity
 from slimrl.models.weight_map import Entry
 
 FILE_BYTES = 10**9
-"""Default of tensor bytes per file."""
+"""Default size of a file, in bytes of tensors."""
 
 
 def plan_distcp_files(
@@ -86,7 +86,7 @@ def write_distcp_file(
 def _blocks(
     chunks: Sequence[Chunk], entries: Sequence[Entry], dtypes: Sequence[torch.dtype], reader: CheckpointReader
 ) -> Iterator[Tensor]:
-    """Each chunk as it is stored, in consecutive blocks of rows."""
+    """The chunks as they are stored, in consecutive blocks of rows."""
     for (index, _), group in groupby(chunks, key=lambda chunk: (chunk.entry, chunk.shard)):
         # No variable holds a tensor here, so that each is freed before the next is made.
         yield from map(bind(_plain, dtypes[index]), _of_shard(entries[index], list(group), reader))
@@ -160,7 +160,7 @@ class _InBlocks:
 
 
 def _save_chunk(chunk: Chunk, blocks: Iterator[Tensor], stream: _Hashed) -> None:
-    """Takes as many blocks as make up the chunk."""
+    """Write a chunk; takes as many blocks as make it up."""
     first = next(blocks)
     if first.numel() == chunk.numel:
         _save(first.view(chunk.stored_shape), stream)
@@ -174,7 +174,7 @@ def _save_chunk(chunk: Chunk, blocks: Iterator[Tensor], stream: _Hashed) -> None
 
 
 def _save(tensor: Tensor, stream: Any) -> None:
-    """Saves without CRC-32; that setting is the process's."""
+    """Save a tensor without CRC-32; that setting is the process's."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

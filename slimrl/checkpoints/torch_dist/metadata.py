@@ -36,7 +36,7 @@ COMMON_NAME = "common.pt"
 """The file that has this state instead in checkpoints of older versions of megatron-core."""
 CONFIG_NAME = "metadata.json"
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-"""What it holds."""
+"""Contents of the file CONFIG_NAME."""
 
 _DAMAGED = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, KeyError, TypeError, ValueError)
 """What reading JSON or a pickle raises for another kind of file or a damaged one."""
@@ -58,7 +58,7 @@ def content_metadata(folder: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """As megatron-core loads it."""
+    """The state that is not sharded, as megatron-core loads it."""
     if (folder / COMMON_NAME).exists():
         with (folder / COMMON_NAME).open("rb") as stream:
             return load_object(stream)

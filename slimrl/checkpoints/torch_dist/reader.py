@@ -76,7 +76,7 @@ class StoredWeights(CheckpointReader):
         self._held = None
 
     def _read_alone(self, entry: Entry, chunks: list[Chunk], name: str, slices: Slices) -> Tensor | None:
-        """Whole rows of a tensor that a stored chunk holds as it is; None for any other."""
+        """Whole rows of a tensor that a stored chunk holds as it is; None for any other tensor or slice."""
         if gate_and_up_apart(entry, chunks):
             chunk = chunks[[tensor.name for tensor in entry.hf].index(name)]
         elif len(chunks) == 1 and isinstance(entry.rule.op, Identity):

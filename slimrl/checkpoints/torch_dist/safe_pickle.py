@@ -1,4 +1,5 @@
-"""Reads the pickles of a checkpoint without running what they name: classes beside those of checkpoints are refused."""
+"""Reads the pickles of a checkpoint without running what they name: other classes than those of checkpoints are
+refused."""
 
 import os
 import pickle
@@ -37,7 +38,7 @@ _SUBCLASSES = {
 """What megatron-core 0.15 and older wrote instead of torch's classes: the same with one more field of plain values"""
 _MAY_RUN = "which no checkpoint needs and which may run code"
 _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class) (\S+)")
-"""What torch's own unpickler refuses"""
+"""Pattern of the class that torch's own unpickler refuses, in its message"""
 METADATA_NAME = ".metadata"
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
@@ -82,7 +83,7 @@ def load_object(stream: Any) -> Any:
 
 @contextmanager
 def without_code(directory: Path) -> Iterator[None]:
-    """Have torch refuse such classes also where megatron-core and torch itself load the objects of a checkpoint.
+    """Have torch refuse other classes also where megatron-core and torch itself load the objects of a checkpoint.
 
     Raises:
         ValueError: the checkpoint has others; names the first. So does its metadata, which torch loads without a limit.

@@ -28,7 +28,7 @@ _DTYPES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
 }
-"""By the storage classes of weights."""
+"""Dtypes of weights by the names of torch's storage classes."""
 
 _BAD_PICKLE = (
     pickle.UnpicklingError,

@@ -17,7 +17,7 @@ class HistoryMode(str, Enum):
 
 
 class SandboxBackend(str, Enum):
-    """Where code that the policy wrote runs; docs/sandbox.md compares them."""
+    """Backends that run the code which the policy wrote; docs/sandbox.md compares them."""
 
     bubblewrap = "bubblewrap"
     """Namespaces, seccomp and limits on this machine, forked from a warm interpreter."""
@@ -44,8 +44,8 @@ class McpServerConfig:
     tools: list[str] = field(default_factory=list)
     """The server's tools that the model is shown; empty for all."""
     pure: list[str] = field(default_factory=list)
-    """Its tools whose answers follow from their arguments alone: answers are given again, and calls are repeated that a
-    server which ended may have taken."""
+    """Names of its pure tools, whose answers follow from their arguments alone: answers are given again, and calls are
+    repeated that a server which ended may have taken."""
     per_trajectory: bool = False
     """A connection, and so a process of a command, for each trajectory, for a server that keeps state."""
     restarts: int = 2
@@ -59,44 +59,44 @@ class SandboxLimits:
     wall_s: float = 8.0
     """Deadline of a run, or of one execution in a session. Below `rollout.tool_timeout_s`, so that a tool answers."""
     cpu_s: int = 8
-    """CPU time of each process; whole seconds."""
+    """Limit of the CPU time of each process; whole seconds."""
     memory_bytes: int = 512 * 1024**2
     """What a run may take of the host's memory, with its files in /tmp, its sockets and all else, in all processes."""
     processes: int = 32
-    """Processes and threads at the same time."""
+    """Most processes and threads at the same time."""
     disk_bytes: int = 64 * 1024**2
-    """/tmp and /dev/shm together, and the largest file."""
+    """Size of /tmp and /dev/shm together, and of the largest file."""
     output_bytes: int = 256 * 1024
-    """stdout and stderr together."""
+    """Limit of stdout and stderr together."""
 
 
 @dataclass(kw_only=True)
 class SandboxConfig:
-    """Which sandbox, and how much of it at a time (docs/sandbox.md)."""
+    """The sandbox that runs code, and how many runs it takes at a time (docs/sandbox.md)."""
 
     backend: SandboxBackend = SandboxBackend.bubblewrap
-    """Where code runs; slimrl never falls back from one to another."""
+    """Backend that runs the code; slimrl never falls back from one to another."""
     all_nodes: bool = False
     """Run on all nodes of the Ray cluster, each with these limits and places, instead of the driver's alone."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     session_cpu_s: int = 60
     """CPU time of each process of a session, over the session's life: in place of `limits.cpu_s`."""
     max_running: int = 8
-    """Runs at the same time; others wait."""
+    """Most runs at the same time; others wait."""
     max_waiting: int = 1024
-    """Runs that wait; one more is refused."""
+    """Most runs that wait; one more is refused."""
     wait_s: float = 60.0
     """How long a run waits before it is refused."""
     max_sessions: int = 64
-    """Sessions that are open at the same time; others wait, as runs do."""
+    """Most sessions that are open at the same time; others wait, as runs do."""
     packages: list[str] = field(default_factory=lambda: ["numpy", "sympy"])
-    """Distributions that the warm interpreter has imported, of bubblewrap: those of them that are installed."""
+    """Distributions that the warm interpreter of `bubblewrap` imports before its runs, as far as they are installed."""
     url: str = "http://127.0.0.1:8080"
-    """Of the remote server."""
+    """URL of the server of the `remote` backend."""
     command: str = "docker"
-    """Of the container backend: docker, podman or a path."""
+    """Command line program of the `container` backend: docker, podman or a path."""
     image: str = "python:3.12-slim"
-    """Of the container backend; holds python3, sh, bash and, for sessions in a folder, tar."""
+    """Image of the `container` backend; it holds python3, sh, bash and, for sessions in a folder, tar."""
 
 
 @dataclass(kw_only=True)
@@ -105,7 +105,7 @@ class CompactionConfig:
     """Length from which on a context is compacted: a summary takes the place of its turns (docs/environments.md). Null
     for never."""
     keep_turns: int = 1
-    """Newest turns that stay beside the summary, with what they led to, where they fit."""
+    """Newest turns that are kept after the summary, with what they led to, where they fit."""
     prompt: str = (
         "The conversation has become too long. Write a summary that takes its place: what the task is, what was done "
         "and found so far, and what is left to do."
@@ -118,13 +118,13 @@ class CompactionConfig:
 @dataclass(kw_only=True)
 class SubagentConfig:
     description: str = MISSING
-    """What the policy is told of it."""
+    """Description of the sub-agent that the policy reads."""
     system_prompt: str | None = None
-    """System message of its context."""
+    """System message of the sub-agent's context."""
     tools: list[str] = field(default_factory=list)
-    """Import paths `module:function` of its tools."""
+    """Import paths `module:function` of the sub-agent's tools."""
     max_turns: int = 4
-    """Most turns of a call of it; they count in `rollout.max_turns`."""
+    """Most turns of one call of the sub-agent; they count in `rollout.max_turns`."""
 
 
 @dataclass(kw_only=True)
@@ -134,9 +134,9 @@ class CommandSandboxConfig:
     enabled: bool = False
     """Run the command in namespaces of its own, where it sees its workspace and the system's programs alone."""
     paths: list[str] = field(default_factory=list)
-    """Files and folders of the machine that it sees besides, read-only, such as a virtual environment."""
+    """Files and folders of the machine that the command sees besides, read-only, such as a virtual environment."""
     network: bool = False
-    """Whether it has the machine's network; otherwise it reaches the gateway alone."""
+    """Whether the command has the machine's network; otherwise it reaches the gateway alone."""
 
 
 @dataclass(kw_only=True)
@@ -144,7 +144,7 @@ class SkipConfig:
     """Side requests of agents, such as for a conversation's title: those named here are answered, and not trained."""
 
     models: list[str] = field(default_factory=list)
-    """Names of models that requests give."""
+    """Names of models by which side requests are known."""
     system: list[str] = field(default_factory=list)
     """Texts, any of which a request's system messages hold."""
 
@@ -156,11 +156,11 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     """Address of this machine to listen on, at a free port; part of the URLs that agents get."""
     max_body_bytes: int = 33_554_432
-    """Largest body of a request."""
+    """Largest body of a request, in bytes."""
     body_timeout_s: float = 30.0
     """Deadline for the body of a request to arrive."""
     max_concurrent_requests: int = 64
-    """Most requests of a trajectory at a time."""
+    """Most requests of a trajectory that are under way at the same time; further ones are refused with 429."""
     max_requests_per_s: float = 100.0
     """Most requests of a trajectory in a second, on average; as many may come at once."""
     max_refused: int = 8
@@ -196,7 +196,7 @@ class AgentConfig:
     close_timeout_s: float = 30.0
     """Deadline of an environment's close, after which it is left behind."""
     episode: str = ""
-    """Import path `module:function` of a function that plays an episode, instead of turn and answer in turn
+    """Import path `module:function` of a function that runs an episode, in place of the loop of turns and observations
     (docs/environments.md)."""
     command: Any = ""
     """Command that is run for each trajectory and asks the policy through the gateway (docs/gateway.md): a list of

@@ -55,17 +55,17 @@ class LossName(str, Enum):
     """Losses of a policy; `slimrl/algorithms/losses.py` has the formulas."""
 
     gspo = "gspo"
-    """Clipped ratio of the sequence."""
+    """PPO's clipped loss on the importance ratio of the sequence."""
     gspo_token = "gspo_token"
     """The same value, with the gradient and the advantage of each token."""
     ppo = "ppo"
-    """Clipped ratio of the token, with `dual_clip` bounded for negative advantages too."""
+    """PPO's clipped loss on the importance ratio of the token, with `dual_clip` bounded for negative advantages too."""
     cispo = "cispo"
     """Log-probs weighted by the clipped ratio of the token, which has no gradient."""
     gpg = "gpg"
-    """Log-probs weighted by advantages."""
+    """The plain policy gradient: log-probs weighted by advantages."""
     sapo = "sapo"
-    """Gated ratio of the token."""
+    """The importance ratio of the token behind a soft gate in place of the clip."""
     gmpo = "gmpo"
     """Geometric mean of the clipped ratios of a sequence's tokens."""
 
@@ -103,16 +103,16 @@ class Aggregation(str, Enum):
 
 
 class OldPolicy(str, Enum):
-    """Whose log-probs of the sampled tokens the ratio divides by."""
+    """The policy whose log-probs of the sampled tokens are the denominator of the importance ratio."""
 
     trainer = "trainer"
-    """The trainer's, under the weights before the rollout's first update."""
+    """The trainer's policy, under the weights before the rollout's first update."""
     rollout = "rollout"
-    """The engine's, as they came with the trajectories; never an extra pass."""
+    """The engine's policy: log-probs as they came with the trajectories; never an extra pass."""
 
 
 class KlEstimator(str, Enum):
-    """Of KL(policy, reference) at a sampled token, with x = log pi - log pi_ref
+    """Estimators of KL(policy, reference) at a sampled token, with x = log pi - log pi_ref
     (http://joschu.net/blog/kl-approx.html)."""
 
     k1 = "k1"
@@ -135,38 +135,39 @@ class KlPlace(str, Enum):
 
 
 class CorrectionLevel(str, Enum):
-    """What has one weight exp(u), with u = log pi_trainer - log pi_engine of a sampled token under the old policy."""
+    """What shares one importance weight exp(u), with u = log pi_trainer - log pi_engine of a sampled token under the
+    old policy."""
 
     off = "off"
-    """No weights."""
+    """No importance weights."""
     token = "token"
-    """Each token: u."""
+    """A weight for each token, from its u."""
     sequence = "sequence"
-    """Each trajectory: the sum of its u."""
+    """A weight for each trajectory, from the sum of its tokens' u."""
     geometric = "geometric"
-    """Each trajectory: the mean of its u."""
+    """A weight for each trajectory, from the mean of its tokens' u."""
 
 
 class CorrectionMode(str, Enum):
     """Treatment of a weight outside [low, high]."""
 
     truncate = "truncate"
-    """It becomes `high` if it is above; `low` is not used."""
+    """The weight becomes `high` if it is above; `low` is not used."""
     clip = "clip"
-    """It becomes the bound that it passes."""
+    """The weight becomes the bound that it passes."""
     mask = "mask"
-    """It becomes 0, which leaves the token or the trajectory out (IcePop)."""
+    """The weight becomes 0, which leaves the token or the trajectory out (IcePop)."""
 
 
 class RoutingReplay(str, Enum):
     """Experts that the trainer's log-probs and updates take in a Mixture-of-Experts model."""
 
     off = "off"
-    """Those that its own routers choose."""
+    """The experts that the trainer's own routers choose."""
     train = "train"
-    """In the updates those of the pass over old log-probs (R2, arXiv:2507.18071, section 5.3)."""
+    """The experts of the pass over old log-probs, in the updates (R2, arXiv:2507.18071, section 5.3)."""
     rollout = "rollout"
-    """Those that the engines report (R3, arXiv:2510.11370)."""
+    """The experts that the engines report (R3, arXiv:2510.11370)."""
 
 
 @dataclass(kw_only=True)
@@ -174,7 +175,7 @@ class CorrectionConfig:
     """Importance weights for the difference between the engines' policy, which sampled, and the trainer's."""
 
     level: CorrectionLevel = CorrectionLevel.off
-    """What has a weight of its own."""
+    """What has an importance weight of its own."""
     mode: CorrectionMode = CorrectionMode.truncate
     """Treatment of a weight outside the bounds."""
     low: float = 0.0
@@ -207,7 +208,7 @@ class AlgorithmConfig:
     advantage: str = "grpo"
     """An [advantage](#advantagename) by its name, or the import path `module:function` of one (docs/algorithms.md)."""
     aggregation: Aggregation = Aggregation.trajectory
-    """From the losses of tokens to the loss of an update."""
+    """How the losses of tokens become the loss of an update."""
     clip_low: float = 3e-4
     """Clip range below 1. GSPO's ratios are sequence means, so ranges are three orders of magnitude below PPO's."""
     clip_high: float = 4e-4
@@ -215,7 +216,7 @@ class AlgorithmConfig:
     dual_clip: float = 0.0
     """The loss of a token of negative advantage A is at most -A times this (arXiv:1912.09729, with `ppo`); 0 is off."""
     old_policy: OldPolicy = OldPolicy.trainer
-    """Whose log-probs the ratio divides by."""
+    """The policy whose log-probs are the denominator of the importance ratio."""
     teacher_coef: float = 0.0
     """Weight of log pi_teacher - log pi_old, which is added to the advantage of each token; 0 is off. It needs the
     section `teacher`."""
@@ -226,14 +227,14 @@ class AlgorithmConfig:
     kl_estimator: KlEstimator = KlEstimator.k3
     """Estimator of the KL."""
     kl_place: KlPlace = KlPlace.loss
-    """Where the KL is charged."""
+    """Whether the KL is charged in the loss or in the reward."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, its first with `entropy_target`; 0 is off."""
     entropy_target: float | None = None
     """The bonus holds the policy's entropy per token here: after each step its weight rises by `entropy_step` if the
     entropy is below, and falls by as much, to 0 at the least, if it is above. Null for a fixed weight."""
     entropy_step: float = 1e-4
-    """Change of the weight with `entropy_target`."""
+    """Change of the entropy bonus's weight after each step, with `entropy_target`."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     skip_zero_variance: bool = True
     """Leave groups whose rewards are all equal out of the passes where they add nothing to the gradient; they count in
@@ -246,8 +247,8 @@ class AlgorithmConfig:
     """The run stops above this mismatch/far_fraction, of tokens that differ by more than 20 times
     `max_logprob_mismatch`; 1 is off."""
     score_every_steps: int = 10
-    """With `rollout.mode` other than `sync`, steps between measurements of mismatch/* where none of a step's tokens is
-    of the trainer's present weights: engines score some of its trajectories. 0 for none."""
+    """Steps between measurements of mismatch/* with `rollout.mode` other than `sync`, where none of a step's tokens was
+    sampled by the trainer's present weights: engines then score some of its trajectories again. 0 for none."""
     routing_replay: RoutingReplay = RoutingReplay.off
     """Experts that the trainer takes; `rollout` needs `rollout.routed_experts`. docs/models.md says more."""
     replay_gap_every_steps: int = 10

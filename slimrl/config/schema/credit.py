@@ -8,7 +8,7 @@ class CreditName(str, Enum):
     """How advantages differ among the turns of a trajectory; docs/credit.md has the formulas."""
 
     trajectory = "trajectory"
-    """Not: every turn has the advantage of its trajectory."""
+    """The same advantage for every turn, that of its trajectory."""
     turn = "turn"
     """Rewards from the turn on, discounted, compared within the group at each turn."""
     gigpo = "gigpo"
@@ -19,11 +19,11 @@ class SelectionMode(str, Enum):
     """The trajectories of a group that are trained on."""
 
     all = "all"
-    """All of them."""
+    """All trajectories of the group."""
     best_and_worst = "best_and_worst"
-    """Those with the highest and the lowest rewards; the others only count in the group's baseline."""
+    """The trajectories with the highest and the lowest rewards; the others only count in the group's baseline."""
     best = "best"
-    """Rejection sampling: those with the highest rewards, each with advantage 1."""
+    """Rejection sampling: the trajectories with the highest rewards, each with advantage 1."""
 
 
 class RefillMode(str, Enum):
@@ -32,9 +32,9 @@ class RefillMode(str, Enum):
     off = "off"
     """None: a step has `rollout.prompts_per_step` prompts, also where groups have zero variance."""
     order = "order"
-    """The next ones in the order of the training data."""
+    """The next prompts in the order of the training data."""
     value = "value"
-    """Drawn from all prompts with weights that prefer those of middling difficulty and those seldom tried."""
+    """Prompts drawn from all, with weights that prefer those of middling difficulty and those seldom tried."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,7 @@ class SelectionConfig:
     mode: SelectionMode = SelectionMode.all
     """The trajectories of a group that are trained on."""
     count: int = 1
-    """How many best ones, and with `best_and_worst` how many worst ones."""
+    """How many of the best trajectories are kept, and with `best_and_worst` how many of the worst."""
     min_reward: float = 1.0
     """Smallest reward of a trajectory that `best` keeps."""
 
@@ -75,7 +75,7 @@ class DynamicSamplingConfig:
     refill: RefillMode = RefillMode.off
     """Prompts that replace zero-variance groups."""
     max_refills: int = 4
-    """Most further rollouts of a step."""
+    """Most further rollouts of a step, for replacements."""
     oversampling: float = 1.0
     """Prompts of each rollout of a step, as a multiple of the groups that are missing; those in excess are dropped.
     `rollout.oversample` is another thing: its groups go on in the next step."""
@@ -94,4 +94,4 @@ class OverlongConfig:
     buffer_tokens: int = 1024
     """Last tokens before it over which the penalty grows linearly."""
     penalty: float = 1.0
-    """The complete penalty."""
+    """The penalty at `max_tokens`, subtracted from the reward."""

@@ -10,9 +10,9 @@ class TruncationMode(str, Enum):
     score = "score"
     """A truncated trajectory is rewarded like any other."""
     zero = "zero"
-    """It is trained on with reward 0, or with its own reward if that is below 0."""
+    """A truncated trajectory is trained on with reward 0, or with its own reward if that is below 0."""
     mask = "mask"
-    """It counts in its group's baseline, but its own tokens are not trained on."""
+    """A truncated trajectory counts in its group's baseline, but its own tokens are not trained on."""
 
 
 @dataclass(kw_only=True)
@@ -21,7 +21,7 @@ class DataConfig:
     """File of prompts (`slimrl train`) or of conversations (`slimrl sft`): Parquet if its name ends in `.parquet`, else
     JSONL, compressed if it ends in `.gz`."""
     eval: dict[str, str] = field(default_factory=dict)
-    """Evaluation sets by name, files like `train`."""
+    """Evaluation sets: files like `train`, by name."""
     more: dict[str, str] = field(default_factory=dict)
     """Further files to train on by name."""
     weights: dict[str, float] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class DataConfig:
     """Columns of the files by our names: `{prompt: problem, label: answer}`; `a.b` is the key `b` of the column `a`.
     The columns that it does not name are the prompt's metadata. Empty for files with our names."""
     eval_keys: dict[str, str] = field(default_factory=dict)
-    """The same of the evaluation sets; empty for `keys`."""
+    """Columns of the evaluation sets by our names, as `keys`; empty for `keys`."""
     shuffle: bool = True
     """A new order each epoch, derived from the seed."""
     max_prompt_tokens: int | None = None
@@ -63,12 +63,12 @@ class EvalConfig:
     at_end: bool = True
     """Evaluate after the last step."""
     engines: int = 0
-    """Engines which evaluate beside the training, with the weights that they have; 0 for all of them, between two
-    steps. Needs `rollout.mode` `async` or `one_step_off`."""
+    """Engines that evaluate while the others sample and the trainer trains, with the weights that they have; 0 for all
+    of them, between two steps. Needs `rollout.mode` `async` or `one_step_off`."""
     samples_per_prompt: int = 1
     """Trajectories of each prompt; more than one needs a temperature above 0 in `rollout.eval_sampling`."""
     pass_at: list[int] = field(default_factory=list)
-    """Each k of which pass@k is estimated, at most `samples_per_prompt` (docs/evaluation.md)."""
+    """Values of k for which pass@k is estimated, each at most `samples_per_prompt` (docs/evaluation.md)."""
     pass_reward: float = 1.0
     """Smallest reward with which a trajectory passes."""
 

@@ -21,16 +21,16 @@ class Precision(str, Enum):
 
 
 class Fp8Scaling(str, Enum):
-    """Who shares a scale when linear layers of the trainer compute in FP8; docs/fp8.md has the rules."""
+    """Which elements share a scale when linear layers of the trainer compute in FP8; docs/fp8.md has the rules."""
 
     off = "off"
-    """Linear layers compute in `precision`."""
+    """No FP8: linear layers compute in `precision`."""
     blockwise = "blockwise"
     """128 x 128 elements of a weight, 128 elements in a row of activations and gradients, all in e4m3: the format of
     engines in block FP8."""
     tensorwise = "tensorwise"
-    """Each tensor, by its present largest value; gradients in e5m2."""
+    """The elements of a tensor, by its present largest value; gradients in e5m2."""
     delayed = "delayed"
-    """Each tensor, by its largest value in earlier micro-batches; gradients in e5m2."""
+    """The elements of a tensor, by its largest value in earlier micro-batches; gradients in e5m2."""
     mxfp8 = "mxfp8"
     """32 elements in a row, a power of two, all in e4m3; Blackwell GPUs."""

@@ -25,13 +25,13 @@ from slimrl.config.schema.trainer import TrainerConfig
 
 @dataclass(kw_only=True)
 class Recipe:
-    """One run of `slimrl train`, `sft`, `eval` or `rollout`."""
+    """The settings of one run of `slimrl train`, `sft`, `eval` or `rollout`."""
 
     seed: int = 0
     """Seed of all randomness: data order, sampling, initial states."""
     deterministic: bool = False
-    """Same seed, same metrics: seeded requests, rollout in lockstep batches, and on GPUs slower algorithms that add in
-    the same order each time."""
+    """Make equal seeds give equal metrics: seeded requests, rollout in lockstep batches, and on GPUs slower algorithms
+    that add in the same order each time."""
     steps: int = MISSING
     """Rollout-and-train steps of `slimrl train`, optimizer updates of `slimrl sft`."""
     run: RunConfig = field(default_factory=RunConfig)

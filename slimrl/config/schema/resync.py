@@ -6,13 +6,13 @@ from enum import Enum
 
 class TransportName(str, Enum):
     ipc = "ipc"
-    """Same node: CUDA IPC on a GPU, a named shared-memory segment on a CPU."""
+    """CUDA IPC on a GPU, a named shared-memory segment on a CPU; within one node alone."""
     collective = "collective"
     """Across nodes: NCCL or gloo broadcast from trainer rank 0."""
     disk = "disk"
-    """Through a shared file system: a Hugging Face checkpoint of each version, which engines reload."""
+    """A shared file system: a Hugging Face checkpoint of each version, which engines reload."""
     delta = "delta"
-    """Through a shared file system: changes since the last version, applied to a copy on the engine's node."""
+    """A shared file system: changes since the last version, applied to a copy on the engine's node."""
 
 
 class DeltaEncoding(str, Enum):
@@ -28,11 +28,11 @@ class PauseMode(str, Enum):
     """Treatment of running requests when the weights change."""
 
     retract = "retract"
-    """They return to the queue, and their KV cache is computed again with the new weights."""
+    """Requests return to the queue, and their KV cache is computed again with the new weights."""
     abort = "abort"
-    """They end, and their turns go on after the pause in further requests, with the tokens that they have."""
+    """Requests end, and their turns go on after the pause in further requests, with the tokens that they have."""
     in_place = "in_place"
-    """They continue with the KV cache of the old weights and are counted as stale."""
+    """Requests continue with the KV cache of the old weights and are counted as stale."""
 
 
 class VerifyMode(str, Enum):
@@ -49,7 +49,7 @@ class ResyncConfig:
     transport: TransportName = TransportName.ipc
     """Transport of weights to the engines; docs/resync.md compares them."""
     bucket_bytes: int = 256 * 1024**2
-    """Most bytes gathered and sent at a time."""
+    """Largest bucket: the most bytes gathered and sent at a time."""
     verify: VerifyMode = VerifyMode.sampled
     """Comparison of fingerprints of the engines' loaded tensors with the trainer's after each resync."""
     sampled_versions: int = 50
@@ -72,6 +72,6 @@ class ResyncConfig:
     """Folder on a local disk of each node with engines, with room for one model per engine, and of the node of trainer
     rank 0, with room for one model (delta)."""
     full_every: int = 20
-    """Every how many versions a whole one is written (delta)."""
+    """Number of versions from one that is written whole to the next (delta)."""
     delta_encoding: DeltaEncoding = DeltaEncoding.overwrite
-    """Encoding of changes (delta)."""
+    """Encoding of a changed tensor (delta)."""

@@ -33,7 +33,7 @@ class RewardConfig:
     parts: dict[str, RewardPartConfig] = field(default_factory=dict)
     """Parts of the reward of every trajectory: the reward is their weighted sum."""
     by_name: dict[str, RewardPartConfig] = field(default_factory=dict)
-    """Further parts, of which a prompt has the one that its metadata names."""
+    """Further parts by name; a prompt has the one that its metadata names."""
     name_key: str = "reward"
     """Key of a prompt's metadata that names its part of `by_name`."""
     group: dict[str, RewardPartConfig] = field(default_factory=dict)

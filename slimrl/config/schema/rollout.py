@@ -10,33 +10,33 @@ from slimrl.config.schema.speculative import SpeculativeConfig
 
 
 class RolloutMode(str, Enum):
-    """Who waits for whom; docs/async.md."""
+    """Which of trainer and engines wait for the other; docs/async.md."""
 
     sync = "sync"
-    """The trainer for the rollout of its step, the engines for the trainer."""
+    """The trainer waits for the rollout of its step, and the engines for the trainer."""
     one_step_off = "one_step_off"
-    """The trainer for the rollout of its step, while the engines sample the next one; both wait for each other before
-    the weights change."""
+    """The trainer waits for the rollout of its step, while the engines sample the next one; both wait for each other
+    before the weights change."""
     async_ = "async"
-    """The trainer for enough groups, the engines only when they are `max_staleness` ahead; the weights change while
-    they sample."""
+    """The trainer waits for enough groups, the engines only when they are `max_staleness` ahead; the weights change
+    while they sample."""
 
 
 class TooOld(str, Enum):
     """Treatment of a group that cannot be trained on within `max_staleness`."""
 
     drop = "drop"
-    """It ends, at once if it still runs, and is counted."""
+    """The group ends, at once if it still runs, and is counted."""
     wait = "wait"
-    """There is none: the trainer waits for the groups that would be too old after its next update."""
+    """No group becomes too old: the trainer waits for the groups that would be after its next update."""
     train = "train"
-    """It is trained on: `max_staleness` bounds how far the engines are ahead, and not the age."""
+    """The group is trained on: `max_staleness` bounds how far the engines are ahead, and not the age."""
 
 
 @dataclass(kw_only=True)
 class SamplingConfig:
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     """Sample from the likeliest tokens with this total probability; 1 is off. `slimrl train` refuses it in
     `rollout.sampling`."""
@@ -51,12 +51,12 @@ class SamplingConfig:
 @dataclass(kw_only=True)
 class RolloutConfig:
     num_engines: int = 1
-    """SGLang servers, each with a whole model."""
+    """Number of SGLang servers, each with a whole model."""
     min_engines: int = 0
-    """With fewer the run does not start, where the cluster has no room for `num_engines`, and does not go on, where
-    nodes are lost; 0 to start with all of them and to go on with one."""
+    """Fewest engines with which a run starts, where the cluster has no room for `num_engines`, and goes on, where nodes
+    are lost; 0 to start with all of them and to go on with one."""
     max_engines: int = 0
-    """Engines up to which the run takes in devices that become free, on nodes that join the cluster; 0 for
+    """Most engines, up to which the run takes in devices that become free, on nodes that join the cluster; 0 for
     `num_engines`."""
     engine_tp: int = 1
     """Tensor-parallel size of an engine, which is its number of ranks."""
@@ -74,20 +74,20 @@ class RolloutConfig:
     max_replacements: int = 3
     """Most engines that a run replaces, because they ended, did not answer or failed in a resync, before it stops."""
     mode: RolloutMode = RolloutMode.sync
-    """Who waits for whom."""
+    """Which of trainer and engines wait for the other."""
     max_staleness: int = 1
-    """With `async` or `oversample`, the most updates of the weights between the one that sampled a group's first token
+    """The most updates of the weights, with `async` or `oversample`, between the one that sampled a group's first token
     and the one that trains on the group."""
     too_old: TooOld = TooOld.drop
-    """With `async` or `oversample`, treatment of groups that become older."""
+    """Treatment of groups that become older than `max_staleness`, with `async` or `oversample`."""
     oversample: float = 1.0
-    """With `sync`, groups that a step begins with, as a multiple of `prompts_per_step`: it ends when that many groups
+    """Groups that a step begins with in `sync` mode, as a multiple of `prompts_per_step`: it ends when that many groups
     have, and the others go on in the next step, with the tokens that they have. They may be `max_staleness` updates
     old. `algorithm.dynamic_sampling.oversampling` is another thing: it replaces zero-variance groups."""
     prompts_per_step: int = 32
-    """Groups (prompts) per step."""
+    """Number of groups (prompts) per step."""
     samples_per_prompt: int = 8
-    """Trajectories per group."""
+    """Number of trajectories per group."""
     max_concurrency_per_engine: int = 256
     """Concurrent trajectories per engine on average: `num_engines` or `max_engines` times as many in all."""
     adaptive_concurrency: bool = False
@@ -101,10 +101,10 @@ class RolloutConfig:
     """Maximum length of a trajectory with its prompt and tool results; a longer one is truncated. With `agent.history:
     template` and `agent.compaction`, of each of its segments."""
     stop_at_tool_call: bool = True
-    """With tools, end the turn at the first closed tool call instead of at the end-of-turn token, if the text that
-    closes a call is one token."""
+    """Whether a turn with tools ends at the first closed tool call instead of at the end-of-turn token, if the text
+    that closes a call is one token."""
     routed_experts: bool = False
-    """Engines report the experts of each token."""
+    """Whether engines report the experts of each token."""
     chunk_tokens: int = 0
     """Ask for a turn in requests of at most so many tokens, which is what an engine that dies takes along; 0 for whole
     turns. docs/async.md says how they are joined. Not with `deterministic`."""

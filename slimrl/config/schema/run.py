@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 class WandbMode(str, Enum):
     offline = "offline"
-    """Written into the run folder, for a later `wandb sync`."""
+    """Metrics are written into the run folder, for a later `wandb sync`."""
     online = "online"
     """Sent during the run, with the key in `WANDB_API_KEY` or of `wandb login`; without either, `offline`."""
     disabled = "disabled"
@@ -28,16 +28,17 @@ class CheckpointConfig:
     every_steps: int = 0
     """Steps between checkpoints; 0 saves only at the end."""
     grace_s: float = 60.0
-    """After SIGUSR1 the run finishes and saves its step, but drops a rollout that takes longer than this."""
+    """Seconds after SIGUSR1 that a rollout may take; the run finishes and saves its step, but drops a rollout that
+    takes longer."""
     keep: int = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints kept."""
 
 
 @dataclass(kw_only=True)
 class TrackingConfig:
     wandb: WandbMode = WandbMode.offline
-    """Use of wandb."""
+    """How metrics reach wandb."""
     wandb_project: str = "slimrl"
     """wandb's project for the run."""
     trajectories_per_step: int = 4
-    """Readable trajectories written at each step."""
+    """Number of trajectories per step that are written as readable text."""

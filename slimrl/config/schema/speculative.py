@@ -8,7 +8,7 @@ class DraftMode(str, Enum):
     """What proposes tokens, which the policy then accepts or replaces, so that it samples as without them."""
 
     off = "off"
-    """Nothing."""
+    """No speculative decoding."""
     ngram = "ngram"
     """Earlier text of the engine's requests; needs no further weights."""
     mtp = "mtp"

@@ -14,7 +14,7 @@ class TeacherConfig:
     urls: list[str] = field(default_factory=list)
     """SGLang servers of the teacher that somebody else runs, such as `http://node7:30000`, instead of `path`."""
     num_engines: int = 1
-    """SGLang servers, each with a whole teacher."""
+    """Number of SGLang servers, each with a whole teacher."""
     engine_tp: int = 1
     """Tensor-parallel size of a teacher's engine, which is its number of ranks."""
     engine_ep: int = 1

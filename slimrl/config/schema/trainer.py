@@ -12,7 +12,7 @@ from slimrl.config.schema.precision import Fp8Scaling, Precision
 
 class LrSchedule(str, Enum):
     constant = "constant"
-    """`lr` throughout."""
+    """The learning rate `lr` throughout."""
     linear = "linear"
     """Linear decay to `min_lr`."""
     cosine = "cosine"
@@ -56,13 +56,13 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Final learning rate of `linear` and `cosine`."""
     weight_decay: float = 0.0
-    """Decoupled from the gradient, as in AdamW."""
+    """Weight decay, decoupled from the gradient as in AdamW."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of Adam's first moment."""
     beta2: float = 0.98
-    """Decay of the second moment."""
+    """Decay rate of Adam's second moment."""
     eps: float = 1e-8
-    """Added to the square root of the second moment."""
+    """Adam's epsilon, added to the square root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     distributed: bool = True

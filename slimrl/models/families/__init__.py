@@ -1,1 +1,1 @@
-"""One file for each model family: which Hugging Face tensor is which Megatron parameter."""
+"""Model families, one file for each: which Hugging Face tensor is which Megatron parameter."""

@@ -105,7 +105,8 @@ def _shared_width(hf_config: dict[str, Any]) -> int:
 
 
 def _is_grouped(hf_config: dict[str, Any]) -> bool:
-    """With one group, or with all groups chosen, the router chooses among all experts."""
+    """Whether the router chooses among the experts of the best groups. With one group, or with all chosen, it chooses
+    among all experts."""
     groups, chosen = int(hf_config.get("n_group") or 1), int(hf_config.get("topk_group") or 1)
     return 1 <= chosen < groups
 

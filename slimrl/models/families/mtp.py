@@ -16,7 +16,8 @@ from slimrl.models.weight_map import HfTensor, Rule, Shard
 
 
 def num_mtp_layers(hf_config: dict[str, Any], default: int = 0) -> int:
-    """As the config says, or `default` if it says nothing; the checkpoint may lack these layers all the same."""
+    """Number of MTP layers as the config says, or `default` if it says nothing; the checkpoint may lack them all the
+    same."""
     given = (hf_config.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers"))
     return next((int(number) for number in given if number is not None), default)
 

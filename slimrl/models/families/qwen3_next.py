@@ -32,10 +32,10 @@ DEFAULT_ROTARY_FACTOR = 0.25
 """Fraction of a head's dimensions that are rotated, if config.json has no value."""
 
 DEFAULT_INTERVAL = 4
-"""Every fourth layer has attention, if config.json says nothing else."""
+"""Interval of the layers with full attention, if config.json says nothing else: every fourth layer."""
 
 LAYER_KINDS = ("linear_attention", "full_attention")
-"""Values of `layer_types`."""
+"""Possible values in the config's `layer_types`."""
 
 
 def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
@@ -76,7 +76,7 @@ def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None, *, mtp:
 
 
 def linear_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """Layers that are gated delta nets.
+    """Indices of the layers that are gated delta nets.
 
     Raises:
         ValueError: `layer_types` has another kind of layer, or not one for each layer.
@@ -177,7 +177,7 @@ def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
 
 
 def _mtp_rules(hf_config: dict[str, Any]) -> list[Rule]:
-    """One layer with attention."""
+    """Rules of the layer for multi-token prediction, which has full attention."""
     names = {
         "enorm": "mtp.pre_fc_norm_embedding",
         "hnorm": "mtp.pre_fc_norm_hidden",
@@ -193,7 +193,8 @@ def _mtp_rules(hf_config: dict[str, Any]) -> list[Rule]:
 
 
 def _num_mtp_layers(hf_config: dict[str, Any]) -> int:
-    """Published checkpoints have one layer, though their config.json does not say so.
+    """Number of layers for multi-token prediction: published checkpoints have one, though their config.json does not
+    say so.
 
     Raises:
         ValueError: more than one.
@@ -205,7 +206,7 @@ def _num_mtp_layers(hf_config: dict[str, Any]) -> int:
 
 
 def _delta_net_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
-    """By their names in Megatron, which are those in config.json.
+    """Sizes of the gated delta nets by their names in Megatron, which are those in config.json.
 
     Raises:
         ValueError: a size is missing, or value heads do not divide among key heads.

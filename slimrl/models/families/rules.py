@@ -22,7 +22,7 @@ class LayerPrefix:
 
 
 def decoder(layers: tuple[int, ...]) -> LayerPrefix:
-    """These layers of the model itself, without those for multi-token prediction."""
+    """Prefixes of these layers of the model itself, without those for multi-token prediction."""
     return LayerPrefix(megatron="decoder.layers.{layer}.", hf="model.layers.{layer}.", layers=layers)
 
 
@@ -31,7 +31,8 @@ def all_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def embedding_rule(hf_config: dict[str, Any], padded_vocab_size: int | None, copies: tuple[str, ...] = ()) -> Rule:
-    """With tied embeddings the last pipeline stage holds the same tensor under the name of the output layer.
+    """Rule of the embedding. If it is tied, the last pipeline stage holds the same tensor under the name of the output
+    layer.
 
     Args:
         copies: further Hugging Face names of the embedding.

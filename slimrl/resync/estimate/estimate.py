@@ -2,7 +2,7 @@
 
 1. The plan says what each rank writes of a bucket and which messages leaders send; nothing else is simulated.
    Gathering and sending a bucket each take as long as their busiest link needs.
-2. Gathering, exchange and transform of a bucket follow each other, and run beside the sending of the bucket before. A
+2. Gathering, exchange and transform of a bucket follow each other, and run while the bucket before is sent. A
    bucket takes the longer of the two.
 3. At the end the engines load the last bucket; with `disk` all of them.
 
@@ -40,15 +40,16 @@ NOT_ESTIMATED = (
 class Estimate:
     tensors: int
     gathered_bytes: int
-    """The model as the trainer has it, counted once."""
+    """Bytes of the model as the trainer has it, counted once."""
     sent_bytes: int
-    """The same as the engines get it, which may be quantised."""
+    """Bytes of the model as the engines get it, which may be quantised, counted once."""
     buckets: int
     link_bytes: dict[str, int]
-    """By kind of link, all machines together: memory (read and written within a GPU), nvlink, network, pcie, disk."""
+    """Bytes by kind of link, all machines together: memory (read and written within a GPU), nvlink, network, pcie,
+    disk."""
     seconds: float
     stage_seconds: dict[str, float]
-    """Of each stage, added up over buckets: gather, exchange, transform, send, end. Stages overlap."""
+    """Seconds of each stage, added up over buckets: gather, exchange, transform, send, end. Stages overlap."""
 
 
 def estimate(

@@ -33,7 +33,8 @@ def gather(plan: ResyncPlan, bucket: Bucket, machine: Machine) -> Cost:
 
 
 def exchange(plan: ResyncPlan, bucket: Bucket, machine: Machine) -> Cost:
-    """On each rail broadcasts one after the other, along a chain of all nodes; then messages of two nodes, all at once.
+    """The exchange between nodes: on each rail broadcasts one after the other, along a chain of all nodes; then
+    messages of two nodes, all at once.
 
     Rails work side by side. All but the first reach the memory of a node's leader over NVLink.
     """
@@ -63,7 +64,8 @@ def exchange(plan: ResyncPlan, bucket: Bucket, machine: Machine) -> Cost:
 
 
 def transform(plan: ResyncPlan, bucket: Bucket, machine: Machine) -> Cost:
-    """Each leader reads what it transforms of what was gathered, and writes what is sent; nodes work side by side."""
+    """The transform on the leaders: each reads what it transforms of what was gathered, and writes what is sent; nodes
+    work side by side."""
     if plan.transform is None:
         return Cost()
     nbytes: Counter[str] = Counter()

@@ -14,30 +14,31 @@ GB = 10**9
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     memory_gb_per_s: float = 3350.0
-    """Of a GPU's memory, reading and writing together, so that a copy takes twice its bytes: HBM3 of an H100 SXM (data
-    sheet)."""
+    """Bandwidth of a GPU's memory, reading and writing together, so that a copy takes twice its bytes: HBM3 of an H100
+    SXM (data sheet)."""
     nvlink_gb_per_s: float = 450.0
-    """Into or out of one GPU, to all others of its node: half of the 900 GB/s of both directions (H100 data sheet)."""
+    """Bandwidth of NVLink into or out of one GPU, to all others of its node: half of the 900 GB/s of both directions
+    (H100 data sheet)."""
     network_gb_per_s: float = 50.0
-    """Into or out of one adapter: 400 Gb/s, InfiniBand NDR or Ethernet. Each GPU has one: the exchange between
-    the trainer's nodes uses those of all ranks, a broadcast to engines that of rank 0 alone."""
+    """Bandwidth into or out of one network adapter: 400 Gb/s, InfiniBand NDR or Ethernet. Each GPU has one: the
+    exchange between the trainer's nodes uses those of all ranks, a broadcast to engines that of rank 0 alone."""
     pcie_gb_per_s: float = 64.0
-    """Between a GPU and the memory of its host, each way: 16 lanes of PCI Express 5.0."""
+    """Bandwidth between a GPU and the memory of its host, each way: 16 lanes of PCI Express 5.0."""
     disk_write_gb_per_s: float = 4.0
-    """One node writing to the shared file system; assumed."""
+    """Bandwidth of one node writing to the shared file system; assumed."""
     disk_read_gb_per_s: float = 8.0
-    """One node reading from it; assumed."""
+    """Bandwidth of one node reading from the shared file system; assumed."""
     disk_read_total_gb_per_s: float = 40.0
-    """All nodes together; assumed."""
+    """Bandwidth of all nodes together reading from the shared file system; assumed."""
     hop_us: float = 25.0
-    """Added by each node to a broadcast along a chain: 14 us of latency, as in NCCL's cost model of a ring over the
-    network, and one chunk of 512 KiB at 50 GB/s."""
+    """Time that each node adds to a broadcast along a chain: 14 us of latency, as in NCCL's cost model of a ring over
+    the network, and one chunk of 512 KiB at 50 GB/s."""
     gather_us: float = 20.0
-    """A rank's time for one piece, besides the bytes: finding the live weight and launching a copy; assumed."""
+    """Time of a rank for one piece, besides the bytes: finding the live weight and launching a copy; assumed."""
     load_us: float = 50.0
-    """An engine rank's time for one tensor of a bucket, besides the bytes, in SGLang's `load_weights`; assumed."""
+    """Time of an engine rank for one tensor of a bucket, besides the bytes, in SGLang's `load_weights`; assumed."""
     bucket_ms: float = 4.4
-    """The engines' HTTP call for a bucket, where nothing else is done meanwhile; measured on a CPU."""
+    """Time of the engines' HTTP call for a bucket, where nothing else is done meanwhile; measured on a CPU."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: not a finite number, a speed that is not above 0, or an overhead below 0."""
@@ -48,14 +49,14 @@ class Machine:
                 raise ValueError(f"{name} {value}: must be {'above' if name.endswith('_per_s') else 'at least'} 0")
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Of a copy within the memory of one GPU, which reads and writes."""
+        """Seconds of a copy within the memory of one GPU, which reads and writes."""
         return 2 * nbytes / (self.memory_gb_per_s * GB)
 
 
 @dataclass
 class Cost:
-    """Of one step of a bucket."""
+    """Cost of one step of a bucket."""
 
     seconds: float = 0.0
     link_bytes: Counter[str] = field(default_factory=Counter)
-    """By kind of link, of all machines together"""
+    """Bytes by kind of link, of all machines together"""

@@ -65,7 +65,8 @@ class IpcEstimate(SendEstimate):
 
 
 class CollectiveEstimate(SendEstimate):
-    """One broadcast to a receiver for each engine and node, along a chain that enters a node once.
+    """Broadcasts to the engines, one for each bucket, to a receiver for each engine and node, along a chain that enters
+    a node once.
 
     The other ranks of the engine on that node copy out of the receiver's memory, while it receives the next bucket.
     """

@@ -8,7 +8,7 @@ from slimrl.ipc.shared_buffer import SharedBuffer
 
 
 class Transport(Protocol):
-    """Every rank has one for the whole run; only senders use it.
+    """A rank's side of a transport. Every rank has one for the whole run; only senders use it.
 
     A version is: begin, sends, end; or it fails anywhere.
 
@@ -20,9 +20,9 @@ class Transport(Protocol):
     overlapping: bool = False
     """Whether `send` may be called for a bucket before the call for the one before it has returned."""
     written_bytes: int | None = None
-    """Of the files of the version that ended last, without the manifest; None for a transport that writes none."""
+    """Size of the files of the version that ended last, without the manifest; None for a transport that writes none."""
     changed_fraction: float | None = None
-    """Of all elements, against the version before; None for a version that is written whole"""
+    """Fraction of all elements that changed since the version before; None for a version that is written whole"""
 
     def begin(self, version: int, engines: Sequence[EngineControl]) -> None:
         """Begin an attempt at a version for these engines, also after a failed one."""

@@ -30,7 +30,7 @@ LEAVE_TIMEOUT_S = 5.0
 """How long `close` waits for the engines to leave the group."""
 
 LOADS_END_S = 1.0
-"""Added to a load's own deadline, for its thread to end."""
+"""Seconds that a load's thread has to end, after the load's own deadline."""
 
 
 class CollectiveTransport(Transport):

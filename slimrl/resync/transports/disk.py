@@ -67,7 +67,8 @@ class DiskTransport(Transport):
         self._host: Tensor | None = None
 
     def begin(self, version: int, engines: Sequence[EngineControl]) -> None:
-        """Also raises OSError while a bucket of an earlier attempt is still being written, because the disk stalls."""
+        """Begin an attempt at a version. Also raises OSError while a bucket of an earlier attempt is still being
+        written, because the disk stalls."""
         if self._writing.locked():
             raise OSError(errno.EBUSY, "a bucket of an earlier attempt is still being written", str(self._partial))
         self._engines = engines
@@ -135,7 +136,7 @@ class DiskTransport(Transport):
 
     @contextmanager
     def _removed_if_broken(self) -> Iterator[None]:
-        """After an error, remove the unfinished version at once, to free a full disk; the error names the folder."""
+        """Remove the unfinished version at once after an error, to free a full disk; the error names the folder."""
         try:
             yield
         except OSError as error:

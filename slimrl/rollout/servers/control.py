@@ -188,5 +188,5 @@ class SglangControl:
 
 
 def _holder(parts: Sequence[TensorPart]) -> str:
-    """Which of the engine's models loads a bucket."""
+    """The model of the engine, TARGET or DRAFT, that loads a bucket."""
     return DRAFT if parts[0].spec.mtp else TARGET

@@ -38,14 +38,15 @@ _KEEP_FREED_MEMORY = {
 in the next: some 18,000 page faults in a prefill of 9,600 tokens, against a few hundred with these settings."""
 
 _STATES_PER_TRAJECTORY = 4
-"""Of gated delta nets on a CPU. SGLang takes 3 for a running request; the other one waits for a later turn."""
+"""Number of states of gated delta nets for each trajectory on a CPU. SGLang takes 3 for a running request; the other
+one waits for a later turn."""
 
 
 _MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""Where the ranks of an engine find each other."""
+"""Environment variable with the address at which the ranks of an engine find each other."""
 
 ENGINE, TEACHER = "engine", "teacher"
-"""What an engine is in the run: one of a rollout, or one of the teacher, which no resync reaches."""
+"""Roles of an engine: one of a rollout, or one of the teacher, which no resync reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,9 @@ class EnginePart:
     """The processes of an engine on one of its nodes. The first part alone serves requests."""
 
     number: int
-    """From 0, in the order of ranks"""
+    """Number of the part, from 0 in the order of ranks"""
     meeting: str
-    """`address:port` on the first part's node, at which the parts find each other"""
+    """Address, `address:port` on the first part's node, at which the parts find each other"""
 
 
 FLAGS = {

@@ -19,7 +19,7 @@ class WholeCheckpoint:
     path: Path
     state: RunState
     has_checksums: bool
-    """Without them only its state was checked."""
+    """Whether the checkpoint has checksums of its files; without them only its state was checked."""
 
 
 def check_checkpoint(checkpoint: Path, *, contents: bool) -> WholeCheckpoint:

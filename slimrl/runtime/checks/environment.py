@@ -96,7 +96,8 @@ def load_episode_loop(path: str) -> EpisodeLoop:
 
 
 def load_summary_rule(path: str) -> SummaryRule | None:
-    """None without a path; raises ValueError if there is no such function of one argument."""
+    """The function of `agent.compaction.function`, None without a path; raises ValueError if there is no such function
+    of one argument."""
     return resolve(path, arguments=("messages",)) if path else None
 
 

@@ -39,7 +39,7 @@ class EpisodeCode:
     """Behind the gateway, instead of environment and episode loop"""
     summary_rule: SummaryRule | None
     subagents: dict[str, ToolBox]
-    """Tools of each sub-agent"""
+    """Tools of each sub-agent, by the sub-agent's name"""
 
     def episode_runner(
         self, recipe: Recipe, engine: Engine, logs: TurnLogs | None = None

@@ -14,7 +14,7 @@ _PUT: dict[str, Callable[[LoadedRecipe, Path], LoadedRecipe]] = {
     "model.path": with_model,
     "teacher.path": with_teacher,
 }
-"""Key of a model -> what puts a folder there."""
+"""Key of a model -> function that puts a folder there."""
 
 
 def fetch_model(loaded: LoadedRecipe, problems: Sequence[Problem], progress: Progress) -> LoadedRecipe:

@@ -17,7 +17,7 @@ from slimrl.runtime.cluster.placement import Node, Slot
 from slimrl.runtime.cluster.reservation import Reservation
 
 NODES_TIMEOUT_S = 60.0
-"""For all nodes to try a folder in parallel; most of the time goes into starting a process."""
+"""Deadline for all nodes to try a folder in parallel; most of the time goes into starting a process."""
 
 
 def folder_problems(loaded: LoadedRecipe, *, shared_only: bool = False) -> list[Problem]:

@@ -19,7 +19,7 @@ QUESTION = Prompt(prompt_id="preview", messages=[{"role": "user", "content": "(t
 
 
 async def preview(loaded: LoadedRecipe) -> Preview:
-    """One conversation. Where data.train is not here, a made-up question begins it.
+    """One conversation of the recipe. Where data.train is not here, a made-up question begins it.
 
     Raises:
         RecipeError: names the key that does not fit the files.

@@ -33,14 +33,15 @@ class Task(EpisodeCode):
     rewards: Rewards
     group_filters: list[GroupFilter]
     sandbox: SandboxPool
-    """For what asks for it. Its owner closes it: the stage that runs the episodes."""
+    """Sandboxes for the tools and rewards that ask for them. Its owner closes them: the stage that runs the
+    episodes."""
     train: dict[str, list[Prompt]]
-    """By the file's name; empty if the command does not train"""
+    """Training prompts by the name of their file; empty if the command does not train"""
     eval_sets: dict[str, list[Prompt]]
     notes: list[str] = field(default_factory=list)
-    """How many prompts of each file are left out, if `data.max_prompt_tokens` says so"""
+    """Sentences on the prompts that are left out of each file, if `data.max_prompt_tokens` says so"""
     num_left_out: int = 0
-    """Prompts left out of the files to train on"""
+    """Number of prompts left out of the training files"""
 
 
 def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool = True) -> Task:

@@ -21,7 +21,7 @@ from slimrl.config.problems import Problem
 from slimrl.models.hf_config import read_hf_config
 
 TIMEOUT_S = 30.0
-"""For each answer of a server."""
+"""Deadline for each answer of a server."""
 SAMPLE = "def f(x):\n    return x**2 + 3.14159  # déjà vu, Привет, 你好, こんにちは 😀\n\nThe answer is 1234567890."
 _SHOWN = 3
 

@@ -19,7 +19,7 @@ from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.reservation import is_alive
 
 POLL_S = 0.2
-"""How often a waiting driver updates its progress display."""
+"""Seconds between two updates of a waiting driver's progress display."""
 GRACE_S = 2.0
 """How long other actors may report after a failure that has its own cause."""
 CONSEQUENCE_GRACE_S = 60.0
@@ -28,7 +28,7 @@ CONSEQUENCE_GRACE_S = 60.0
 _CONSEQUENCES = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Texts in the error of a collective that failed because another rank ended."""
 _CONSEQUENCE = 2
-"""Distance from the cause."""
+"""Distance from the cause of a failure that looks like a consequence; see `_failure`."""
 
 
 class ActorGroup:
@@ -42,7 +42,7 @@ class ActorGroup:
         return list(self._actors)
 
     def add(self, name: str, actor: Any, log: Path, node: Node) -> None:
-        """An actor more, or in the place of one that has ended."""
+        """Add an actor, or put it in the place of one that has ended."""
         self._actors[name], self._logs[name], self._nodes[name] = actor, log, node
 
     def remove(self, name: str) -> None:
@@ -67,7 +67,7 @@ class ActorGroup:
         timeout_s: float,
         while_waiting: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
-        """`begin` and `wait`."""
+        """Call a method of the actors and wait for the results: `begin` and `wait`."""
         return self.wait(self.begin(method, arguments), method, timeout_s=timeout_s, while_waiting=while_waiting)
 
     def wait(

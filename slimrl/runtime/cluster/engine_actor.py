@@ -25,9 +25,9 @@ from slimrl.rollout.servers.server import ENGINE, TEACHER, EnginePart, EngineSer
 from slimrl.runtime.cluster.placement import Node
 
 HEALTH_EVERY_S = 5.0
-"""Least time between two questions whether an engine answers."""
+"""Shortest time between two health checks of an engine."""
 ENDS_WITHIN_S = 2.0
-"""A server ends about a second after its worker."""
+"""Seconds within which a server ends after its worker; about one is usual."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,15 @@ class EngineAddress:
     url: str
     key: EngineKey
     tensor: int
-    """Number of tensor-parallel ranks"""
+    """Number of tensor-parallel ranks of the engine"""
     nodes: tuple[str, ...]
-    """Names of its nodes, the first part's first"""
+    """Names of the engine's nodes, that of the first part first"""
     pids: tuple[int, ...]
-    """The actor's process and the server's main process, of each part"""
+    """Process ids: of the actor and of the server's main process, for each part"""
 
 
 def actor_log(index: int, part: int, role: str = ENGINE) -> str:
-    """Name of an actor's log."""
+    """File name of an actor's log."""
     return f"{part_name(index, part, role).replace(' ', '_')}_actor.log"
 
 
@@ -128,15 +128,17 @@ class EngineActor:
         self.control.flush_when_idle()
 
     def pause(self) -> None:
-        """See EngineGroup.pause."""
+        """Abort running requests and let new ones wait; see EngineGroup.pause."""
         self._unless_ended(lambda: self.control.pause(PauseMode.abort))
 
     def release_memory(self, parts: list[EngineMemory]) -> None:
-        """A server that has ended holds no memory; the next resync replaces it."""
+        """Release these parts of the engine's memory. A server that has ended holds none; the next resync replaces
+        it."""
         self._unless_ended(lambda: self.control.release_memory(parts))
 
     def resume_memory(self, parts: list[EngineMemory]) -> None:
-        """With the KV cache the engine serves requests again. A server that has ended is skipped."""
+        """Take these parts of the memory back; with the KV cache the engine serves requests again. A server that has
+        ended is skipped."""
 
         def resume() -> None:
             self.control.resume_memory(parts)

@@ -41,10 +41,10 @@ from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
 from slimrl.runtime.cluster.reservation import Reservation
 
 CHECK_TIMEOUT_S = 60.0
-"""Longer than the cluster takes to miss a node that went silent; beside the deadline of an engine's answer."""
+"""Seconds added to the deadline of a health check: longer than the cluster takes to notice a node that went silent."""
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2
-"""Between two looks at actors that are waited for."""
+"""Seconds between two looks at actors that are waited for."""
 
 log = logging.getLogger(__name__)
 
@@ -62,27 +62,28 @@ class EngineGroup:
         self._recipe, self._folder, self._progress, self._role = recipe, folder, progress, role
         self._actors = ActorGroup({}, {}, {})
         self.key = new_key()
-        """Of all of these engines, those that are added or started again included"""
+        """Key of all engines of the group, those that are added or started again included"""
         self._sites = EngineSites(recipe, folder, places, role, self._actors, self.key)
         self._starts = self._actors.begin("start", self._sites.start_arguments(self._sites.parts))
         self._asked: dict[str, Any] = {}
-        """Pending questions of `watch`, by actor"""
+        """Pending health checks of `watch`, by actor"""
         self._down: dict[str, str] = {}
         """Engines that have ended or do not answer, with the causes"""
         self._lost: dict[str, ActorLost] = {}
-        """Those of them of which an actor has ended"""
+        """Exceptions of the engines in `_down` of which an actor has ended"""
         self._restarts: dict[str, tuple[dict[str, Any], float]] = {}
-        """Those of them that are being restarted, with what their actors were asked, and the deadline"""
+        """Restarts of engines in `_down`: the pending calls of their actors, and the deadline"""
         self._fresh: set[str] = set()
-        """Those that wait for weights"""
+        """Names of engines that wait for weights"""
         self._aside: tuple[str, ...] | None = None
-        """Those that evaluate beside the training"""
+        """Names of the engines that are set aside for evaluations; None if none are"""
         self._client: RoutedEngines | None = None
         self.num_replaced = 0
         self.addresses: list[EngineAddress] = []
 
     def wait_ready(self) -> None:
-        """Raises StageError with the cause from its log if an engine does not come up."""
+        """Wait until all engines answer. Raises StageError with the cause from its log if an engine does not come
+        up."""
         timeout_s = self._recipe.rollout.startup_timeout_s + 60
         started = self._actors.wait(self._starts, "start", timeout_s=timeout_s)
         self.addresses = [self._sites.joined(name, started) for name in self._sites.parts]
@@ -112,7 +113,7 @@ class EngineGroup:
         return self._aside == ()
 
     def have_weights(self, names: Collection[str]) -> None:
-        """These engines have the current weights and serve."""
+        """Note that these engines have the current weights and serve."""
         self._fresh -= set(names)
         for name in names:
             # One may have been busy with the weights for longer than an answer may take.
@@ -133,7 +134,7 @@ class EngineGroup:
         return len(chosen)
 
     def take_back(self) -> None:
-        """Have those that were set aside serve rollouts again, from the next resync on."""
+        """Have the engines that were set aside serve rollouts again, from the next resync on."""
         self._fresh |= set(self._aside or ())
         self._aside = None
         self._tell_client()
@@ -239,7 +240,7 @@ class EngineGroup:
             log.info("process %d: %s, server on %s", pid, name, node)
 
     def _forget_questions(self, name: str) -> None:
-        """Those that are pending are about the old server."""
+        """Drop the pending health checks of an engine, which are about its old server."""
         for part in self._sites.parts[name]:
             self._asked.pop(part, None)
 
@@ -254,11 +255,12 @@ class EngineGroup:
         self._ask("pause", names, timeout_s=self._recipe.resync.timeout_s)
 
     def release_memory(self, parts: Collection[EngineMemory]) -> None:
-        """See SglangControl.release_memory. Raises StageError as `watch`."""
+        """Release parts of all engines' memory; see SglangControl.release_memory. Raises StageError as `watch`."""
         self._move_memory("release_memory", parts)
 
     def resume_memory(self, parts: Collection[EngineMemory]) -> None:
-        """With the KV cache the engines serve requests again. Raises StageError as `watch`."""
+        """Take parts of all engines' memory back; with the KV cache they serve requests again. Raises StageError as
+        `watch`."""
         self._move_memory("resume_memory", parts)
 
     @property
@@ -301,7 +303,8 @@ class EngineGroup:
             raise StageError("; ".join(causes))
 
     def watch(self) -> None:
-        """Call it repeatedly while episodes run: it asks the engines, and reads their answers in a later call.
+        """Check the engines' health; call it repeatedly while episodes run. It asks the engines, and reads their
+        answers in a later call.
 
         Raises:
             StageError: an engine has ended or does not answer, and the run cannot go on without it: `deterministic`,
@@ -373,11 +376,11 @@ class EngineGroup:
             self._progress.say(f"{name} has started{gets}")
 
     def _read(self, refs: Mapping[str, Any], method: str) -> dict[str, Any]:
-        """See `answers_so_far`."""
+        """Answers of actors that have come so far, by actor; see `answers_so_far`."""
         return self._noted(self._actors.answers_so_far(refs, method))
 
     def _noted(self, answers: dict[str, Any]) -> dict[str, Any]:
-        """Answers of actors, after a note of the engines whose actors have ended."""
+        """The answers of actors, after noting which engines' actors have ended."""
         for name, parts in self._sites.parts.items():
             for answer in (answers.get(part) for part in parts):
                 if isinstance(answer, ActorLost) and not isinstance(self._lost.get(name), NodeLost):
@@ -385,14 +388,14 @@ class EngineGroup:
         return answers
 
     def _judge(self, ended: Mapping[str, str]) -> None:
-        """Do without engines that have ended, given with their causes, or raise; see `watch`."""
+        """Restart or do without engines that have ended, given with their causes, or raise; see `watch`."""
         rollout, cause = self._recipe.rollout, StageError("; ".join(ended.values()))
         if self._role == TEACHER:
             if any(isinstance(self._lost.get(name), NodeLost) for name in ended):
                 raise cause
             self.restart(ended)
             return
-        # Beside the training, requests wait until an engine has been restarted, and `need_weights` says so.
+        # In an asynchronous rollout, requests wait until an engine has been restarted, and `need_weights` says so.
         are_left = {address.name for address in self._serving} - ended.keys() or rollout.mode is not RolloutMode.sync
         if self._recipe.deterministic or not are_left or (rollout.colocated and self._lost):
             raise cause

@@ -1,4 +1,4 @@
-"""Where the engines of a run are: the slots of each, and the actors that own its parts.
+"""The places of a run's engines: the slots of each, and the actors that own its parts.
 
 An engine has an actor on each of its nodes. The first one's server answers for the whole engine and gives it its name.
 """
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where an engine is."""
+    """The slots of an engine."""
 
     index: int
-    """The engine's number"""
+    """Number of the engine"""
     slots: tuple[Slot, ...]
     places: Reservation
-    """That holds the slots"""
+    """Reservation that holds the slots"""
 
 
 class EngineSites:
@@ -57,10 +57,10 @@ class EngineSites:
         self._key, self._variables = key, engine_variables(recipe, os.environ)
         self._sites: dict[str, Site] = {}
         self.parts: dict[str, list[str]] = {}
-        """Names of the actors of each engine"""
+        """Names of the actors of each engine, by the engine's name"""
         self._num_starts = Counter[str]()
         self._room: Room | None = None
-        """For one engine more, while the cluster has none"""
+        """Request for the slots of one more engine; None if none is pending"""
         placed = places.placement.teachers if role == TEACHER else places.placement.engines
         for index, slots in enumerate(placed):
             self._make(Site(index=index, slots=slots, places=places))
@@ -88,7 +88,7 @@ class EngineSites:
             self.parts[engine].append(name)
 
     def make_again(self, name: str) -> None:
-        """Other actors for an engine, of which one has ended."""
+        """Make new actors for an engine of which one has ended."""
         for part in self.parts[name]:
             self._actors.remove(part)
         self._make(self._sites[name])
@@ -110,7 +110,7 @@ class EngineSites:
         return name
 
     def remove(self, name: str) -> None:
-        """An engine whose node was lost."""
+        """Remove an engine whose node was lost."""
         for part in self.parts.pop(name):
             self._actors.remove(part)
         if (places := self._sites.pop(name).places) is not self._places:

@@ -13,7 +13,8 @@ class RunError(Exception):
 
 
 class TooManyFailed(RunError):
-    """More trajectories failed than the recipe allows; `failed` are those, for whoever keeps conversations."""
+    """More trajectories failed than the recipe allows; `failed` are these trajectories, for callers that write them to
+    a file."""
 
     def __init__(self, message: str, failed: "Sequence[Trajectory]") -> None:
         super().__init__(message)
@@ -36,7 +37,7 @@ class ActorLost(StageError):
 
 
 class NodeLost(ActorLost):
-    """It has, with its node."""
+    """An actor's process has ended, with its node."""
 
 
 class Preempted(Exception):

@@ -72,7 +72,7 @@ def _writes_below(process: psutil.Process, folder: Path) -> bool:
 
 
 def end_what_is_left(folder: Path, temporary_files: Path) -> None:
-    """Steps 2 and 3."""
+    """End the processes that are left and remove their files: steps 2 and 3."""
     end_members(folder, temporary_files, grace_s=GRACE_S)
     # Imports torch, for which a guard that never acts has no use.
     from slimrl.ipc.stale_files import clean_stale_segments

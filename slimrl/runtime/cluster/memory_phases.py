@@ -29,7 +29,7 @@ class MemoryHolder(Protocol):
 
 
 class MemoryPhase(Enum):
-    """(what the engines hold, what the trainer holds)"""
+    """The phases of a step on shared devices, each as (what the engines hold, what the trainer holds)."""
 
     rollout = (frozenset(EngineMemory), frozenset[MemoryPart]())
     train = (frozenset[EngineMemory](), frozenset(MemoryPart))
@@ -50,7 +50,7 @@ class MemorySchedule:
         self._enabled = enabled
 
     def enter(self, phase: MemoryPhase) -> None:
-        """Returns when both sides hold what the phase gives them."""
+        """Move memory, and return when both sides hold what the phase gives them."""
         if not self._enabled:
             return
         sides = list(zip(self._sides, self._held, phase.value, strict=True))

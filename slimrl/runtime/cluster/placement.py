@@ -31,9 +31,9 @@ from slimrl.runtime.cluster.errors import StageError
 class Node:
     node_id: str
     name: str
-    """Unique in the cluster; for messages and for the planner of a resync"""
+    """Name of the node, unique in the cluster; for messages and for the planner of a resync"""
     address: str
-    """At which other processes of the run reach servers on this node"""
+    """Address at which other processes of the run reach servers on this node"""
     slots: int
 
 
@@ -41,19 +41,19 @@ class Node:
 class Slot:
     node: Node
     number: int
-    """Within the node, from 0"""
+    """Number of the slot within its node, from 0"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     ranks: tuple[Slot, ...]
-    """Of each trainer rank"""
+    """Slot of each trainer rank"""
     engines: tuple[tuple[Slot, ...], ...]
-    """Of each engine, node by node"""
+    """Slots of each engine, node by node"""
     teachers: tuple[tuple[Slot, ...], ...] = ()
-    """Of each of the teacher's engines, node by node"""
+    """Slots of each of the teacher's engines, node by node"""
     critics: tuple[Slot, ...] = ()
-    """Of each of the critic's ranks"""
+    """Slot of each of the critic's ranks"""
 
     @property
     def slots(self) -> tuple[Slot, ...]:

@@ -18,12 +18,12 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 _TOKEN = "RAY_AUTH_TOKEN"
-"""Ray would prefer a token that stands in the environment."""
+"""Environment variable of Ray's token, which Ray would prefer to the file."""
 
 
 @contextmanager
 def private_access(folder: Path) -> Iterator[None]:
-    """For a cluster that is started inside, by this process.
+    """Make a token and Ray's settings for a cluster that this process starts inside the block.
 
     Args:
         folder: that only this user can enter.

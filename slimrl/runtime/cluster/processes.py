@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """None for a part that the command does not need."""
+    """The engines and ranks of a run; None for those that the command does not need."""
 
     engines: EngineGroup | None
     trainers: TrainerGroup | None
@@ -56,7 +56,7 @@ def start_processes(
     total_updates: int | None,
     checkpoint: Path | None,
 ) -> Processes:
-    """See `start.started`; `ends` gets the callbacks that end them.
+    """Start the processes of a run; see `start.started`. `ends` gets the callbacks that end them.
 
     Raises:
         StageError: a process did not start.

@@ -37,15 +37,16 @@ RAY_GIVES_UP_S = 30.0
 """How long Ray itself, which has no option for it, waits for its node."""
 
 RAYLET_ENDS_S = 30.0
-"""From the begin of the shutdown, which tells the raylet to end; Ray kills it a second later."""
+"""Longest time from the begin of the shutdown, which tells the raylet to end, until it has ended; Ray kills it a second
+later."""
 
 _TEMP_PREFIX = "slimrl-run-"
 _TEMP_NAME = re.compile(rf"{_TEMP_PREFIX}(\d+)-\w+")
 _COMPILED_PREFIX = "slimrl-compiled-"
 _LONGEST_SOCKET = "ray/session_2026-01-31_23-59-59_999999_{pid}/sockets/plasma_store"
-"""In a run's folder"""
+"""Longest path of a socket that Ray makes in a run's folder, relative to it"""
 _MAX_SOCKET_BYTES = 107
-"""The kernel takes no longer path of a unix socket."""
+"""Longest path of a Unix socket that the kernel takes."""
 
 
 @contextmanager
@@ -187,7 +188,7 @@ def _shut_down() -> None:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """Its command line; empty if it has ended."""
+    """Command line of a process; empty if it has ended."""
     try:
         return process.cmdline()
     except psutil.Error:

@@ -112,7 +112,7 @@ class Reservation:
         }
 
     def give_back(self) -> None:
-        """Leave the slots to others, now."""
+        """Give the slots back to the cluster, now."""
         remove_placement_group(self._group)
 
     def devices(self, slots: tuple[Slot, ...]) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class Room:
         self._group = placement_group([{resource: 1}] * num_slots, strategy="STRICT_PACK")
 
     def find(self) -> Reservation | None:
-        """None until there are any."""
+        """The reservation of the slots; None until the cluster has them."""
         table = placement_group_table(self._group)
         if table["state"] != "CREATED":
             return None

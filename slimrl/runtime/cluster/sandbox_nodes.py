@@ -26,10 +26,10 @@ from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 from slimrl.runtime.cluster.placement import Node
 
 MARGIN_S = 60.0
-"""On top of a run's own deadlines, before its node counts as lost"""
+"""Seconds on top of a run's own deadlines after which its node counts as lost"""
 
 MOST_CALLS = 10_000
-"""Calls of an actor at the same time; its pool decides how many run."""
+"""Most calls of an actor at the same time; its pool decides how many run."""
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class SandboxActor:
 
 @dataclass(eq=False)
 class _Place:
-    """A node and what it has to do."""
+    """A node with its actor, and its present load."""
 
     node: Node
     actor: Any

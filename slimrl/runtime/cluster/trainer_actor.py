@@ -70,7 +70,7 @@ class TrainerActor:
         self.meeting: TemporaryDirectory[str] | None = None
 
     def rendezvous(self, on_one_node: bool) -> str:
-        """Where the ranks find each other: a file where they are on one node, else a port of rank 0.
+        """The address at which the ranks find each other: a file where they are on one node, else a port of rank 0.
 
         Torch's store behind a port obeys whoever reaches it.
         """
@@ -107,7 +107,8 @@ class TrainerActor:
         return self.worker.layout
 
     def load_weights(self) -> None:
-        """From `model.megatron` if it is set, else from `model.path`; a reference keeps these."""
+        """Load the weights from `model.megatron` if it is set, else from `model.path`; keep them as reference where one
+        is needed."""
         if self.recipe.model.megatron:
             self.worker.load_megatron(Path(self.recipe.model.megatron))
         else:

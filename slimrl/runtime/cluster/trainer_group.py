@@ -27,9 +27,9 @@ from slimrl.runtime.cluster.reservation import Reservation
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 
 TRAINER, CRITIC = "trainer", "critic"
-"""What ranks do; also the folder of their part of a run's checkpoint."""
+"""Roles of ranks; also the folders of their parts of a run's checkpoint."""
 MEANWHILE_S = 1.0
-"""Between two looks at what runs beside the ranks."""
+"""Seconds between two calls of `meanwhile`."""
 
 
 class TrainerGroup:
@@ -65,9 +65,10 @@ class TrainerGroup:
         self._actors = ActorGroup(actors, logs, nodes)
         self._layouts: dict[str, Layout] = {}
         self.meanwhile: Callable[[], None] = lambda: None
-        """Called every MEANWHILE_S while the ranks work, but not in a resync; what it raises ends the wait"""
+        """Function that is called every MEANWHILE_S while the ranks work, but not in a resync; what it raises ends the
+        wait"""
         self._looked = 0.0
-        """When it was, on the monotonic clock"""
+        """Time of the last call of `meanwhile`, on the monotonic clock"""
         self.pids: tuple[int, ...] = ()
 
     @property
@@ -161,16 +162,17 @@ class TrainerGroup:
         return self._reports(self._pass("train", "accumulate", update, loss, denominator, temperature, logprobs))
 
     def step(self) -> UpdateResult:
-        """One optimizer step with the gradients of `accumulate`."""
+        """Do one optimizer step with the gradients of `accumulate`."""
         return next(iter(self._work("step", self._same()).values()))
 
     def train_update(self, update: int, loss: LossFunction, *, denominator: float, temperature: float) -> UpdateResult:
-        """One optimizer update on an update's batch: `accumulate` and `step`."""
+        """Do one optimizer update on an update's batch: `accumulate` and `step`."""
         self.accumulate(update, loss, denominator=denominator, temperature=temperature)
         return self.step()
 
     def connect_engines(self, engines: Sequence[EngineAddress]) -> None:
-        """Before the first resync, and again when some of the engines have been restarted."""
+        """Connect the ranks with the engines; before the first resync, and again when some engines have been
+        restarted."""
         self._call("connect_engines", list(engines))
 
     def resync(self, version: int) -> ResyncReport:
@@ -182,11 +184,11 @@ class TrainerGroup:
         return next(report for report in results.values() if report is not None)
 
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
-        """See Offload.release."""
+        """Release parts of the ranks' device memory; see Offload.release."""
         self._work("release_memory", self._same(list(parts)))
 
     def resume_memory(self, parts: Collection[MemoryPart]) -> None:
-        """See Offload.restore."""
+        """Restore parts of the ranks' device memory; see Offload.restore."""
         self._work("resume_memory", self._same(list(parts)))
 
     def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
@@ -214,7 +216,7 @@ class TrainerGroup:
         self._actors.kill()
 
     def _reports(self, results: Mapping[str, list[LogProbReport] | None]) -> list[LogProbReport]:
-        """In the order of `put_batches`."""
+        """Reports of the ranks in the order of `put_batches`."""
         reported = {self._layouts[name].data_rank: result for name, result in results.items() if result is not None}
         return [report for rank in sorted(reported) for report in reported[rank]]
 

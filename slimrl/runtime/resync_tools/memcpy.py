@@ -11,7 +11,8 @@ REPEATS = 5
 
 
 def memcpy_gb_per_s(threads: int = 1) -> float:
-    """Of threads together, each between two buffers that are in memory already and in no cache; bytes counted once.
+    """Throughput of memcpy on several threads together, each between two buffers that are in memory already and in no
+    cache; bytes are counted once.
 
     The median, in 1e9 bytes per second.
     """

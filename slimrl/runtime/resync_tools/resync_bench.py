@@ -40,9 +40,9 @@ from slimrl.toys.sized_toy import sized_config, write_sized_toy
 
 MAX_GIGABYTES = 1000.0
 FAMILY = "qwen3_moe"
-"""Of the model, where the recipe's is neither on the disk nor published"""
+"""Family of the model, where the recipe's model is neither on the disk nor published"""
 MOVE_NOTHING = ("pause", "agree", "wait", "activate")
-"""Stages without a rate"""
+"""Stages that move no bytes, and so have no rate"""
 COMMAND: Command = "resync bench"
 SETTINGS = (
     "rollout.sglang.max_total_tokens=1024",
@@ -61,42 +61,42 @@ class BenchResult:
     family: str
     transport: str
     bytes: int
-    """Of the tensors sent, counted once however many engines received them"""
+    """Bytes of the tensors sent, counted once however many engines received them"""
     buckets: int
     bucket_bytes: int
     repeats: int
     seconds: float
-    """From pause to resume, without verification"""
+    """Duration of a resync from pause to resume, without verification"""
     verify_seconds: float
     first_seconds: float
-    """Of the resync that made the buffers, without verification"""
+    """Duration of the resync that made the buffers, without verification"""
     gb_per_s: float
     memcpy_gb_per_s: float
-    """One thread, warm"""
+    """Throughput of a memcpy by one thread, with its buffers in memory"""
     memcpy_fraction: float
-    """gb_per_s over memcpy_gb_per_s"""
+    """Quotient of `gb_per_s` and `memcpy_gb_per_s`"""
     stage_seconds: dict[str, float]
-    """As in ResyncReport"""
+    """Seconds of each stage, as in ResyncReport"""
     export_seconds: float
     reload_seconds: float
     disk_seconds: float
-    """Of both"""
+    """Seconds of export and reload together"""
     peak_extra_bytes: int
     """Measured: host memory that all trainer ranks took beyond what they had before, shared memory counted once. On a
     GPU the buffers are not in it; see `planned_extra_bytes`."""
     engines_extra_bytes: int
-    """The same of all processes of all engines"""
+    """Measured in the same way: host memory of all processes of all engines"""
     planned_extra_bytes: int
-    """Buffers of the largest trainer rank"""
+    """Planned size of the buffers of the trainer rank with the most"""
     fingerprints_equal: bool | None
-    """None where nothing was compared"""
+    """Whether all fingerprints were equal; None where nothing was compared"""
     verified_tensors: int
 
 
 def bench_resync(
     path: Path, overrides: Sequence[str], *, family: str | None, gigabytes: float, repeats: int, to_json: bool
 ) -> None:
-    """Measure and print.
+    """Measure a recipe's resync, and print the result.
 
     Raises:
         ValueError: the recipe, family or size is refused.
@@ -131,7 +131,7 @@ def bench_resync(
 
 
 def _family_of(model_path: Path, progress: Progress) -> str:
-    """Of the checkpoint, or of the published model of its name; else FAMILY, with a line that says so."""
+    """Model family of the checkpoint, or of the published model of its name; else FAMILY, after telling the user."""
     if not model_path.exists() and published_model(model_path.name) is None:
         progress.say(f"model.path: {model_path} does not exist; measuring a {FAMILY} (--family selects another)")
         return FAMILY

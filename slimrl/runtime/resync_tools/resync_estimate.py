@@ -31,10 +31,10 @@ from slimrl.trainer.layout.source_layout import source_layout
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     nodes: tuple[str, ...]
-    """Of each trainer rank"""
+    """Name of the node of each trainer rank"""
     engines: tuple[EnginePlace, ...]
     gpus: int
-    """Of trainer, engines and teacher together"""
+    """Number of GPUs of trainer, engines and teacher together"""
     num_nodes: int
 
 

@@ -22,13 +22,13 @@ class Setup:
 
     recipe: Recipe
     engine: Engine
-    """A client that has not connected yet"""
+    """Client of the engines that has not connected yet"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
     problem: str = ""
-    """Why the worker cannot run episodes; it then ends."""
+    """Reason why the worker cannot run episodes; it then ends. Empty if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Job:
     sampling: SamplingConfig
     seed: int | None
     saved: Sequence[LoggedTurn] | None = None
-    """Its turns of an earlier run; None if its turns are not to be logged"""
+    """Turns of the trajectory in an earlier run; None if its turns are not to be logged"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Cancel:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Which engines may serve from now on; see RoutedEngines."""
+    """The engines that may serve from now on; see RoutedEngines."""
 
     urls: tuple[str, ...]
     evaluating: tuple[str, ...] | None
@@ -58,14 +58,14 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Forget:
-    """The log of a trajectory is not needed any more."""
+    """The worker may drop the log of a trajectory."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskTurns:
-    """Answered with Turns."""
+    """A request for the logs of turns, answered with Turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +77,15 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """An episode has ended."""
+    """The end of an episode."""
 
     trajectory_id: str
     trajectory: bytes = b""
-    """Pickled, since it may hold a task's own objects, which the driver may fail to read"""
+    """Pickled trajectory, since it may hold a task's own objects, which the driver may fail to read"""
     fault: str = ""
     """Traceback of an exception that is neither the engine's nor the task's; there is then no trajectory."""
     lags_s: tuple[float, ...] = ()
-    """Of the worker's event loop since the last such message; see LoopLag"""
+    """Lags of the worker's event loop since the last such message; see LoopLag"""
 
 
 class Messages(asyncio.Protocol):
@@ -102,7 +102,7 @@ class Messages(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def send(self, message: Any) -> None:
-        """Nothing happens if the connection has ended."""
+        """Send a message; does nothing if the connection has ended."""
         assert self._transport is not None
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         if not self._transport.is_closing():

@@ -42,10 +42,11 @@ from slimrl.runtime.workers.messages import (
 )
 
 GRACE_S = 30.0
-"""Beyond the deadlines of an episode, until its worker is ended; also to end by itself."""
+"""Seconds beyond the deadlines of an episode until its worker is killed; also those that a worker has to end by
+itself."""
 POLL_S = 0.05
 TURNS_S = 10.0
-"""For a worker to say what its episodes have sampled"""
+"""Deadline for a worker to send the logs of its episodes' turns"""
 
 log = logging.getLogger(__name__)
 
@@ -73,21 +74,21 @@ class EpisodeWorkers:
         setup = Setup(recipe=recipe, engine=engine)
         self._workers = [EpisodeWorker(index, setup, logs) for index in range(recipe.agent.workers)]
         self._saved: dict[str, Sequence[LoggedTurn]] = {}
-        """Of the trajectories to log, their turns of an earlier run"""
+        """Turns of an earlier run, by trajectory, for the trajectories to log"""
 
     @property
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
     async def start(self) -> None:
-        """Raises StageError: a worker does not start."""
+        """Start the workers. Raises StageError: a worker does not start."""
         self._loop = asyncio.get_running_loop()
         await asyncio.gather(*(worker.ready() for worker in self._workers))
 
     async def run(
         self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
     ) -> Trajectory:
-        """See EpisodeRunner.
+        """Run an episode in a worker; see EpisodeRunner.run.
 
         Raises:
             StageError: a worker that had ended does not start again.
@@ -107,17 +108,17 @@ class EpisodeWorkers:
         return failed_trajectory(prompt, trajectory_id, cause)
 
     def begin(self, trajectory_id: str, saved: Sequence[LoggedTurn] = ()) -> None:
-        """See TurnLogs; call it before `run`."""
+        """Log the turns of a trajectory from now on; call it before `run`. See TurnLogs."""
         self._saved[trajectory_id] = saved
 
     def forget(self, trajectory_id: str) -> None:
-        """See TurnLogs."""
+        """Drop the log of a trajectory; see TurnLogs."""
         if self._saved.pop(trajectory_id, None) is not None:
             for worker in self._workers:
                 worker.forget(trajectory_id)
 
     async def turns(self) -> dict[str, Sequence[LoggedTurn]]:
-        """See RolloutStage."""
+        """The turns of all logged trajectories, by trajectory; see RolloutStage.turns."""
         logs = dict(self._saved)
         for of_worker in await asyncio.gather(*(worker.turns() for worker in self._workers)):
             logs |= of_worker
@@ -133,7 +134,7 @@ class EpisodeWorkers:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     def _tell_engines(self) -> None:
-        """From any thread."""
+        """Tell the workers which engines may serve; may be called from any thread."""
         if (loop := self._loop) is not None:
             for worker in self._workers:
                 loop.call_soon_threadsafe(worker.tell_engines)
@@ -157,10 +158,10 @@ class EpisodeWorker:
         self._ready: asyncio.Future[Ready] | None = None
         self._jobs: dict[str, asyncio.Future[Ended]] = {}
         self._turns: asyncio.Future[Turns] | None = None
-        """The answer that is waited for"""
+        """Pending answer to a request for the logs of turns"""
         self._lags_s: list[float] = []
         self.num_jobs = 0
-        """Those that wait for its start included"""
+        """Number of the worker's episodes, those that wait for its start included"""
 
     @property
     def pid(self) -> int | None:
@@ -171,7 +172,7 @@ class EpisodeWorker:
         return taken
 
     def tell_engines(self) -> None:
-        """Which engines may serve now; a worker that is not ready will be told then."""
+        """Tell the worker which engines may serve now; one that is not ready will be told when it is."""
         engine = self._setup.engine
         if self._is_ready and self._messages is not None and isinstance(engine, RoutedEngines):
             urls, evaluating = engine.in_use
@@ -322,7 +323,7 @@ class EpisodeWorker:
             self._fail_all(self._ending())
 
     def _fail_all(self, cause: str) -> None:
-        """Tell all that wait for the worker that it has ended."""
+        """Fail all that waits for the worker, which has ended."""
         for future in (self._ready, self._turns, *self._jobs.values()):
             if future is not None and not future.done():
                 future.set_exception(WorkerEnded(cause))

@@ -20,9 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from slimrl.sglang_plugin.cpu.decode_cache import DecodeCache
 
 _COPY_OVER_POOL = 2
-"""The dense copy may be this many times as large as the pool of pages."""
+"""Largest size of the dense copy, as a multiple of the pool of pages."""
 _FEW = 2
-"""Up to so many sequences decode faster in the original loop."""
+"""Largest number of sequences that decode faster in the original loop."""
 _MAX_SCORES = 1 << 24
 """Attention scores (times heads) that one call may hold at a time: 64 MiB in float32."""
 
@@ -34,7 +34,8 @@ def after_init(result: None, backend: Any, model_runner: Any) -> None:
 
 
 def after_init_forward_metadata(result: None, backend: Any, batch: Any) -> None:
-    """Once per forward pass: plan a decode step, or drop from the copy what a prefill is about to write."""
+    """Hook of the backend, once per forward pass: plan a decode step, or drop from the copy what a prefill is about to
+    write."""
     cache: DecodeCache = backend.slimrl_decode_cache
     # None in a batch that was not padded.
     count = len(batch.seq_lens) if batch._original_batch_size is None else batch._original_batch_size
@@ -168,7 +169,8 @@ def _attend_group(
     scale: float | None,
     window: int | None,
 ) -> None:
-    """One padded call. B requests, N their new tokens, L their whole length, M query heads per key head.
+    """Attention of one padded group of requests. B requests, N their new tokens, L their whole length, M query heads
+    per key head.
 
     Either all of them have a cached prefix or none has.
     """

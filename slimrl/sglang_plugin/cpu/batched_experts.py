@@ -16,9 +16,9 @@ from torch.nn.functional import silu
 
 _MAX_PADDING = 4
 _MIN_PAIRS = 8
-"""Pairs of token and expert."""
+"""Fewest pairs of token and expert for which the batched products are used."""
 _MAX_LOAD = 128
-"""Pairs per expert."""
+"""Most pairs per expert, on average, for which the batched products are used."""
 
 
 def around_forward(

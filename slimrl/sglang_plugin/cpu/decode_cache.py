@@ -22,16 +22,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from slimrl.sglang_plugin.cpu.row_table import RowTable
 
 _LENGTH_STEP = 64
-"""Tokens by which the copy's length grows."""
+"""Number of tokens by which the copy's length grows."""
 _ROW_STEP = 16
-"""Requests by which its number of rows grows."""
+"""Number of requests by which the copy's number of rows grows."""
 
 
 @dataclass(eq=False)
 class _LayerCopy:
     keys_RGLD: Tensor
     values_RGLD: Tensor
-    """Zero beyond a value's size."""
+    """Values of the tokens, zero beyond a value's size."""
 
 
 @dataclass(eq=False)
@@ -40,20 +40,20 @@ class _Step:
 
     rows: Tensor
     all_rows: Tensor
-    """0, 1, 2, ..."""
+    """Indices of all rows: 0, 1, 2, ..."""
     order: Tensor
     """Inverse of `rows`: the batch position that each row answers."""
     last_R: Tensor
-    """Position of the newest token, in row order."""
+    """Position of the newest token of each request, in row order."""
     newest_slots_R: Tensor
     moves: Tensor | None
-    """[2, moves]: rows from which and to which."""
+    """Indices [2, moves] of the rows from which and to which contents move; None if none do."""
     fresh_rows: Tensor
     fresh_slots_FL: Tensor
     fresh_mask_FL: Tensor
     length: int
     windows: dict[int | None, Tensor]
-    """Additive mask [R, 1, L] by sliding window."""
+    """Additive mask [R, 1, L] of each sliding window, by its size."""
 
 
 class DecodeCache:
@@ -71,7 +71,7 @@ class DecodeCache:
         return self._step is not None
 
     def forget(self, requests: list[int]) -> None:
-        """These requests' pages were written by a prefill."""
+        """Drop the copies of requests whose pages were written by a prefill."""
         self._table.forget(requests)
         self._step = None
 

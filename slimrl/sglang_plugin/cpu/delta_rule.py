@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Number of tokens of a chunk."""
 
 
 def gating(a_log_H: Tensor, a_TH: Tensor, b_TH: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RowPlan:
-    """One decode step."""
+    """The rows of one decode step."""
 
     rows: list[int]
     """Row of each request, in the order of the batch: a permutation of 0..n-1."""
@@ -27,7 +27,7 @@ class RowTable:
         self._lengths: dict[int, int] = {}
 
     def forget(self, requests: list[int]) -> None:
-        """The cache of these requests was written outside decoding, or their number given to others."""
+        """Drop the rows of requests whose cache was written outside decoding, or whose number was given to others."""
         for request in requests:
             self._rows.pop(request, None)
             self._lengths.pop(request, None)

@@ -23,7 +23,7 @@ def causal_conv1d_fn(
     query_start_loc: Tensor,
     seq_lens_cpu: list[int],
 ) -> Tensor:
-    """[C, T], of a prefill.
+    """The convolution's output in a prefill, [C, T].
 
     Args:
         conv_states: the pool, [slots, C, W - 1]; the sequences' slots are changed.
@@ -58,7 +58,8 @@ def causal_conv1d_update(
     *,
     conv_state_indices: Tensor,
 ) -> Tensor:
-    """[B, C], of a decode step with one token of each sequence; `conv_states` as in `causal_conv1d_fn`."""
+    """The convolution's output in a decode step with one token of each sequence, [B, C]; `conv_states` as in
+    `causal_conv1d_fn`."""
     assert activation == "silu"
     slot_B = conv_state_indices.long()
     window_BCW = torch.cat([conv_states[slot_B].to(x_BC.dtype), x_BC[..., None]], dim=-1)

@@ -1,6 +1,6 @@
 """Stands in for torchvision, which only vision models use but SGLang's model configs import.
 
-The wheel on PyPI is linked against CUDA: beside a CPU build of torch it fails to load, and with it transformers, so it
+The wheel on PyPI is linked against CUDA: with a CPU build of torch it fails to load, and with it transformers, so it
 is not installed there. The mock lives in engine processes alone. transformers takes it for the real one,
 which is wanted: SGLang registers image processors that transformers refuses to accept without torchvision.
 """
@@ -23,7 +23,7 @@ _MODULES = (
 
 
 class InterpolationMode(enum.Enum):
-    """Read at import by image processors; the values are torchvision's."""
+    """Stand-in for torchvision's enumeration, which image processors read at import; the values are torchvision's."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"

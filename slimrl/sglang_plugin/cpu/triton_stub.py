@@ -46,7 +46,7 @@ class _Mock(types.ModuleType):
         return child
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `@jit` it returns the function, as `@jit(...)` a decorator that does."""
+        """Act as a decorator: as `@jit` return the function, as `@jit(...)` a decorator that does."""
         if len(args) == 1 and not kwargs and callable(args[0]):
             return args[0]
         return lambda function: function
@@ -56,7 +56,7 @@ class _Mock(types.ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Answers `import triton.anything.below`."""
+    """Finder that answers `import triton.anything.below`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None

@@ -5,7 +5,7 @@ A checkpoint is a folder:
 - `hf/`: the model's config and tokenizer, needed to convert it into a Hugging Face checkpoint;
 - `rng/`: random-number states by rank, restored where the layout is the same;
 - the rest: megatron-core's distributed format (torch_dist); each rank writes its shards.
-It is written under a temporary name beside the final one and renamed when complete.
+It is written under a temporary name next to the final one and renamed when complete.
 """
 
 import json
@@ -41,9 +41,9 @@ from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.value_head import is_value_head
 
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
-"""Files of a rank; rank 0 writes all others."""
+"""Names of the files that each rank writes; rank 0 writes all others."""
 _EXTRA = "._extra_state"
-"""In names of modules' own states; those of experts have a number behind it."""
+"""Part of the names of modules' own states; for experts a number follows it."""
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
 
 
 def _without_scales(state: dict[str, Any]) -> dict[str, Any]:
-    """Without the FP8 scales of delayed scaling, which begin anew.
+    """The state without the FP8 scales of delayed scaling, which begin anew.
 
     Transformer Engine keeps them as a pickle that it refuses to load (pytorch/_extra_state.py). It leaves a module as
     it is for an empty state, and expects one.

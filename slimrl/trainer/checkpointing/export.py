@@ -17,14 +17,15 @@ from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
 from slimrl.trainer.weight_source import MegatronWeightSource
 
 ADAPTER_SUBFOLDER = "adapter"
-"""Not the folder itself: transformers would load the adapters on top of the model, which has them merged in."""
+"""Folder of the adapters within an export: in the export's own folder transformers would load them on top of the model,
+which has them merged in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedAdapters:
     source: MegatronWeightSource
     config: dict[str, Any]
-    """PEFT's adapter_config.json"""
+    """Contents of PEFT's adapter_config.json"""
 
 
 def export_hf(
@@ -34,7 +35,7 @@ def export_hf(
 
     The weights have the trainer's dtype; those of a block FP8 model are not quantized again. Layers for multi-token
     prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py).
-    The folder is written beside `out_dir` and renamed at the end, so it is complete or absent.
+    The folder is written next to `out_dir` and renamed at the end, so it is complete or absent.
 
     Raises:
         ValueError: `out_dir` exists.

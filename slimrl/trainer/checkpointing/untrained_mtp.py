@@ -49,7 +49,7 @@ class UntrainedMtpTensors:
         return [*trained, *self._carried]
 
     def tensors(self, trained: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-        """In the order of `specs`; untrained ones have the checkpoint's dtype."""
+        """The tensors in the order of `specs`; untrained ones have the checkpoint's dtype."""
         for name, tensor in trained:
             assert tensor is not None, f"{name}: only rank 0 has the tensors"
             yield name, tensor

@@ -1,1 +1,1 @@
-"""Which rank holds what: process groups, a fake world, holders of weights."""
+"""Layout of the trainer's ranks: process groups, a fake world for planning, and the ranks that hold each weight."""

@@ -26,13 +26,14 @@ from slimrl.models.weight_map import Entry, HfTensor, WeightMap
 from slimrl.trainer.build import padded_vocab, transformer_config
 
 RANK_ORDER = "tp-cp-ep-dp-pp"
-"""Fastest first; the default of megatron-core's initialize_model_parallel."""
+"""Order of the parallel dimensions in the ranks, fastest first; the default of megatron-core's
+initialize_model_parallel."""
 
 Ranks = tuple[int, ...]
 
 
 def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig, *, mtp: bool = False) -> SourceLayout:
-    """Every tensor that a resync sends, in export order, with the ranks that hold each of its pieces.
+    """Layout of every tensor that a resync sends, in export order: its pieces, and the ranks that hold each.
 
     Args:
         mtp: with the layers for multi-token prediction, which the trainer has.
@@ -52,7 +53,7 @@ def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig, *, mtp: boo
 
 
 def layout_of(weight_map: WeightMap, dtype: str, holders_of: Callable[[int], Sequence[Ranks]]) -> SourceLayout:
-    """Every tensor of the map in export order, with its pieces.
+    """Layout of every tensor of the map, in export order, with its pieces.
 
     Args:
         dtype: of tensors without one of their own.
@@ -124,12 +125,12 @@ def layers_of_stages(config: TransformerConfig) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Places:
-    """Ranks by what they hold."""
+    """The ranks that hold each kind of weights."""
 
     parallel: ParallelConfig
     num_ranks: int
     stages: list[list[int]]
-    """Layers by pipeline rank."""
+    """Indices of the layers of each pipeline rank."""
     num_experts: int
     mtp: bool = False
     """Whether the trainer has layers for multi-token prediction."""
@@ -148,7 +149,8 @@ class _Places:
         return self._experts[stage][entry.expert * self.parallel.expert // self.num_experts]
 
     def _stages_of(self, entry: Entry) -> list[int]:
-        """The embedding is on the first stage, other weights outside of layers on the last, a tied one on both.
+        """The stages that hold an entry: the embedding is on the first stage, other weights outside of layers on the
+        last, a tied one on both.
 
         The last stage also has the embedding where there are layers for multi-token prediction, which read tokens.
         """
@@ -165,18 +167,19 @@ class _Places:
 
     @cached_property
     def _whole(self) -> list[Ranks]:
-        """By stage: all of its ranks."""
+        """All ranks of each stage."""
         return self._groups("tp-cp-dp", tensor=self.parallel.tensor, context=self.parallel.context)
 
     @cached_property
     def _dense(self) -> list[tuple[Ranks, ...]]:
-        """By stage and tensor-parallel rank."""
+        """The ranks that share a shard of dense weights, by stage and tensor-parallel rank."""
         groups = self._groups("cp-dp", tensor=self.parallel.tensor, context=self.parallel.context)
         return list(batched(groups, self.parallel.tensor))
 
     @cached_property
     def _experts(self) -> list[tuple[tuple[Ranks, ...], ...]]:
-        """By stage, expert-parallel rank and tensor-parallel rank of an expert."""
+        """The ranks that share a shard of an expert, by stage, expert-parallel rank and tensor-parallel rank of the
+        expert."""
         sizes = {"tensor": self.parallel.expert_tensor, "expert": self.parallel.expert}
         return list(batched(batched(self._groups("dp", **sizes), sizes["tensor"]), sizes["expert"]))
 

@@ -68,7 +68,7 @@ def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[Tensor, LayerAdap
 
 @contextmanager
 def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the block the model computes with its own weights alone: the reference policy of a run with adapters."""
+    """Let the model compute with its own weights alone in the block: the reference policy of a run with adapters."""
     switched = [adapters for _, adapters in adapters_of(chunks)]
     for adapters in switched:
         adapters.enabled = False

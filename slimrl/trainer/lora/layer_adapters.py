@@ -36,7 +36,7 @@ from slimrl.models.weight_map import Entry, HfTensor
 
 
 class LayerAdapters(nn.Module):
-    """Gives what its adapters add to the layer's output. At first B is 0 and A as in PEFT, so that is 0."""
+    """Computes what its adapters add to the layer's output. At first B is 0 and A as in PEFT, so that is 0."""
 
     def __init__(
         self, entry: Entry, weight: Tensor, targets: Collection[str], lora: LoraConfig, *, sequence: bool, seed: int
@@ -52,7 +52,7 @@ class LayerAdapters(nn.Module):
         super().__init__()
         self.entry, self.rank, self.dropout, self.scale = entry, lora.rank, lora.dropout, lora.alpha / lora.rank
         self.enabled = True
-        """False: the layer computes what its own weight gives."""
+        """Whether the adapters are added; otherwise the layer computes what its own weight gives."""
         self.in_expert = entry.expert is not None
         self.group = mpu.get_expert_tensor_parallel_group() if self.in_expert else mpu.get_tensor_model_parallel_group()
         self.sequence = sequence and not self.in_expert
@@ -64,7 +64,7 @@ class LayerAdapters(nn.Module):
                 self._add(tensor, weight, seed)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """[T, F], to be added to the layer's output; T and F as this rank has them."""
+        """The adapters' part of the layer's output, [T, F]; T and F as this rank has them."""
         if self.dropout and self.training:
             x_TH = self._dropped(x_TH)
         a_RH = torch.cat([self.get_parameter(f"{name}_A") for name in self.names])
@@ -76,11 +76,12 @@ class LayerAdapters(nn.Module):
 
     @torch.no_grad()
     def delta(self, name: str) -> Tensor:
-        """float32, this rank's shard of alpha / rank * B A of one of Hugging Face's linear layers."""
+        """Change of one of Hugging Face's linear layers by its adapter, alpha / rank * B A, float32: this rank's
+        shard."""
         return self.scale * (self.get_parameter(f"{name}_B").float() @ self.get_parameter(f"{name}_A").float())
 
     def sharded_state(self, prefix: str, sharded_offsets: tuple[object, ...], dp_cp_group: object) -> dict[str, object]:
-        """For Megatron's checkpoints; see sharded_state_dict of its modules."""
+        """The adapters' state for Megatron's checkpoints; see sharded_state_dict of its modules."""
         axes = {f"{name}_B": 0 for name in self.names} if self.by_rows else {}
         axes |= {f"{name}_A": 1 for name in self.names} if self.by_columns else {}
         state = self.state_dict(keep_vars=True)
@@ -89,7 +90,7 @@ class LayerAdapters(nn.Module):
         )
 
     def _add(self, tensor: HfTensor, weight: Tensor, seed: int) -> None:
-        """Both matrices of an adapter. PEFT draws A from kaiming_uniform_(a=sqrt(5)): bounds of 1 / sqrt(H)."""
+        """Make both matrices of an adapter. PEFT draws A from kaiming_uniform_(a=sqrt(5)): bounds of 1 / sqrt(H)."""
         rows, columns = tensor.shape
         generator = torch.Generator().manual_seed(derive_seed(seed, "adapter", tensor.name))
         bound = 1.0 / math.sqrt(columns)
@@ -124,13 +125,15 @@ class LayerAdapters(nn.Module):
         return self.entry.rule.op.to_megatron(*blocks)
 
     def _summed_gradients(self, a_RH: Tensor, b_FR: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, with the gradient of what is not sharded summed over the ranks that share the expert."""
+        """Both matrices, with the gradient of the one that is not sharded summed over the ranks that share the
+        expert."""
         if self.by_rows:
             return copy_to_tensor_model_parallel_region(a_RH, group=self.group), b_FR
         return a_RH, copy_to_tensor_model_parallel_region(b_FR, group=self.group)
 
     def _communicated(self, h_TR: Tensor) -> Tensor:
-        """Between the products: all tokens for sharded rows, the sum of the partial products for sharded columns."""
+        """The input of the second product, communicated: all tokens for sharded rows, the sum of the partial products
+        for sharded columns."""
         if self.group.size() == 1:
             return h_TR
         if self.by_rows:
@@ -144,7 +147,8 @@ class LayerAdapters(nn.Module):
         return h_TR
 
     def _dropped(self, x_TH: Tensor) -> Tensor:
-        """Ranks with the same input drop the same values of it, ranks with parts of it their own."""
+        """The input with dropout: ranks with the same input drop the same values of it, ranks with parts of it their
+        own."""
         tracker = megatron_random.get_cuda_rng_tracker()
         if self.in_expert:
             with tracker.fork(megatron_random.get_expert_parallel_rng_tracker_name()):

@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Program(ctypes.Structure):
-    """struct sock_fprog"""
+    """The kernel's struct sock_fprog: a BPF program and its length"""
 
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 

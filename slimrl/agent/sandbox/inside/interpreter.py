@@ -25,9 +25,9 @@ while IFS= read -r -d '' code <&3; do
     printf '%d\\n' $? >&3
 done
 """
-"""Reads from the channel, which is descriptor 3, as bash."""
+"""Program of a shell session, for bash: it reads code from the channel, which is descriptor 3, and runs it."""
 WORK = "/tmp/work"
-"""The private copy of a session's folder."""
+"""Folder with the private copy of a session's folder."""
 FILE_NAME = "<code>"
 COMMON = (
     "numpy.random", "numpy.linalg", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions",

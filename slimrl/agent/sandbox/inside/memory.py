@@ -23,26 +23,26 @@ from slimrl.agent.sandbox.inside.processes import Key, Process, RunProcesses
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SAMPLE_S, SHORTEST_SAMPLE_S = 0.1, 0.002
 BYTES_PER_S = 4 << 30
-"""More than one core fills, page by page. It is fastest where a program asks the kernel for all pages in one call: 2.9
-GiB/s on a core of 2024."""
+"""Bytes per second that no core exceeds when it fills memory, page by page. It is fastest where a program asks the
+kernel for all pages in one call: 2.9 GiB/s on a core of 2024."""
 MAX_MAPPINGS = 16_384
-"""Of a process: each is a kernel object, and forks copy them."""
+"""Most memory mappings of a process: each is a kernel object, and forks copy them."""
 MAX_LOCKS = 4096
-"""Of files, which the kernel does not limit."""
+"""Most locks on files, which the kernel does not limit."""
 MAPPING_BYTES = 256
 PROCESS_BYTES = 256 * 1024
-"""Kernel stack, page tables and the like."""
+"""Memory of a process besides its pages: kernel stack, page tables and the like."""
 FILE_BYTES = 64 * 1024
-"""Of an open file at most: a full pipe, or an epoll that waits for all other files."""
+"""Most memory of an open file: a full pipe, or an epoll that waits for all other files."""
 INODE_BYTES = 1536
-"""Of the tmpfs, with its name and attributes."""
+"""Memory of a file's inode on the tmpfs, with its name and attributes."""
 _OPTION_BYTES = 128 * 1024
 _TICKS = 2
-"""Of CPU time, after which mappings are counted anew."""
+"""Ticks of CPU time after which a process's mappings are counted anew."""
 
 
 class RunMemory:
-    """The memory of one run.
+    """The memory that one run holds, as an upper bound.
 
     Args:
         given_bytes: what the run was given in memory of the host.
@@ -56,11 +56,11 @@ class RunMemory:
         self._private_bytes = 0
         self._faults: dict[Key, int] = {}
         self._mappings: dict[Key, tuple[int, int]] = {}
-        """Their number, and the process's CPU time when they were counted."""
+        """Number of a process's mappings, and its CPU time in ticks when they were counted."""
 
     @property
     def next_look_s(self) -> float:
-        """From now."""
+        """Seconds from now until the run's memory must be measured again."""
         half_s = (self._limit_bytes - self._bound) / (2 * self._bytes_per_s)
         return min(SAMPLE_S, max(SHORTEST_SAMPLE_S, half_s))
 
@@ -103,7 +103,8 @@ class RunMemory:
         return held + (self._limit_bytes if too_many_locks else 0)
 
     def _num_mappings(self, found: dict[Key, Process]) -> int:
-        """Counted where a process has used CPU time since; a process that has just begun may have those of another."""
+        """Number of mappings of all processes, counted anew where a process has used CPU time since; one that has just
+        begun may have as many as any other."""
         known = {key: self._mappings[key] for key in found if key in self._mappings}
         for key, one in found.items():
             _, ticks = known.get(key, (0, 0))

@@ -13,7 +13,8 @@ _GONE = (FileNotFoundError, ProcessLookupError)
 _OF_PROGRAMS: Any = {"errors": "replace", "newline": "\n"}
 """How to open files that hold a process's name, which its program chooses: of any bytes, some that would end a line."""
 _FLAGS, _EXITING = 6, 0x4
-"""Where proc/PID/stat has a task's flags, behind its name, and that of a task that has begun to end (PF_EXITING)."""
+"""Index of a task's flags in proc/PID/stat, counted behind its name, and the flag of a task that has begun to end
+(PF_EXITING)."""
 _ENDED = "ZX"
 """States of a process or thread that has ended."""
 _LOWEST_PRIORITY = 19
@@ -24,7 +25,7 @@ _libc = ctypes.CDLL(None)
 @dataclass(frozen=True, kw_only=True)
 class Process:
     path: str
-    """Within the run's /proc, of a thread that has not ended."""
+    """Path within the run's /proc, of a thread that has not ended."""
     state: str
     """That thread's state, as in proc/PID/stat."""
     faults: int
@@ -131,7 +132,7 @@ class RunProcesses:
                     os.setpriority(os.PRIO_PROCESS, int(thread), _LOWEST_PRIORITY)
 
     def without_sharers(self, places: dict[Key, str]) -> list[Key]:
-        """Those of processes that share their memory, as after vfork, once.
+        """Processes without those that share the memory of another one in the list, as after vfork.
 
         Args:
             places: where a process's memory begins and ends: that of sharers is the same, and that of others may be.
@@ -157,7 +158,7 @@ class RunProcesses:
         return []
 
     def read(self, path: str) -> str:
-        """ "" if the process has ended."""
+        """Text of a file; "" if the process has ended."""
         with _while_it_lives(os.path.dirname(path), self._files[0]):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])
             with open(file, **_OF_PROGRAMS) as text:
@@ -165,7 +166,8 @@ class RunProcesses:
         return ""
 
     def count_lines(self, path: str, most: int) -> int:
-        """More than `most` if a file has more lines than that, however many; 0 if the process has ended."""
+        """Number of lines of a file; any number above `most` if it has more lines than that; 0 if the process has
+        ended."""
         number = 0
         with _while_it_lives(os.path.dirname(path), self._files[0]):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._files[0])

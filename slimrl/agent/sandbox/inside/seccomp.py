@@ -19,9 +19,11 @@ X32_BIT = 0x40000000
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET"""
 FAMILIES = {"AF_UNIX": 1, "AF_INET": 2, "AF_INET6": 10}
-"""Of sockets: those that belong to the run's network namespace, and that programs make in vain."""
+"""Families of sockets that a program may make: AF_UNIX, and those of the run's network namespace, which reach
+nothing."""
 MISSING = {"clone3": 435, "splice": 275, "tee": 276, "vmsplice": 278, "sendfile": 40}
-"""The latter four let pipes and sockets hold pages that count nowhere."""
+"""System calls that fail as if the kernel lacked them. The latter four let pipes and sockets hold pages that count
+nowhere."""
 
 DENIED = {
     "semget": 64, "shmget": 29, "msgget": 68, "mq_open": 240, "memfd_create": 319, "memfd_secret": 447,

@@ -28,14 +28,14 @@ from slimrl.agent.sandbox.inside.memory import PAGE_BYTES, RunMemory
 from slimrl.agent.sandbox.inside.processes import RunProcesses
 
 KILL_S = 1.0
-"""Between two kills of a run that has not ended yet."""
+"""Seconds between two kills of a run that has not ended yet."""
 MAX_MESSAGE_BYTES = 4096
 MAX_PROBLEM = 1000
-"""Characters of a reason, so that a message holds it"""
+"""Most characters of a reason, so that a message holds it"""
 MAX_DESCRIPTORS = 8
 MAX_DESCRIPTOR = 1 << 20
 DESCRIPTORS = ("task", "stdin", "stdout", "stderr", "channel", "folder")
-"""In the order of a request; the last two only if it names them."""
+"""Names of the descriptors in the order of a request; the last two are there only if it names them."""
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Zygote:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._runs: dict[int, _Run] = {}
-        """By pid."""
+        """Running runs, by the pid of their first process."""
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._base_bytes = _address_space_bytes()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -76,7 +76,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
-        """Until the control socket ends."""
+        """Handle messages and the ends of runs until the control socket ends."""
         self._send({"ready": os.getpid()})
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
