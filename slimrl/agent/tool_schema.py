@@ -2,6 +2,7 @@
 
 transformers writes it from annotations and docstring, in the form that models are trained with. It knows no types with
 parts of their own (enumerations, dataclasses, TypedDicts, pydantic models), for which pydantic writes the schema.
+It is imported with the first schema: it takes several times as long as all that a task imports (slimrl.api).
 """
 
 import dataclasses
@@ -13,7 +14,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import pydantic
-from transformers.utils import get_json_schema
 
 from slimrl.agent.schema_draft import unread_patterns
 
@@ -27,9 +27,16 @@ def tool_schema(function: Callable[..., Any], hidden: Collection[str]) -> dict[s
         hidden: parameters that the model does not give.
 
     Raises:
-        ValueError: a type refers to itself, or has a pattern that Python's `re` cannot read.
+        ValueError: annotations and docstring are not enough for a schema, a type refers to itself, or has a pattern
+            that Python's `re` cannot read.
     """
-    schema = get_json_schema(_without(function, hidden))
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema = get_json_schema(_without(function, hidden))
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error}") from error
     schema["function"].pop("return", None)  # not part of the schema that models are trained with
     properties = schema["function"]["parameters"]["properties"]
     for name, hint in typing.get_type_hints(function).items():

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import pydantic
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.supplied import Supplied
@@ -149,7 +148,7 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
         }
         schema = tool_schema(function, [*info, *sandbox, *fixed])
         checked = pydantic.validate_call(function)
-    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+    except NameError as error:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error}") from error
     except pydantic.PydanticUserError as error:
         said = _unknown_type(function) or error.message

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.policy_tokens import MAX_LOG_RATIO, PolicyTokens, by_token
+from slimrl.algorithms.loss_types import PolicyTokens
+from slimrl.algorithms.policy_tokens import MAX_LOG_RATIO, by_token
 from slimrl.config.schema.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionLevel, CorrectionMode
 
 

@@ -6,28 +6,18 @@ sequences has the same value at each of their tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slimrl.algorithms.policy_tokens import PolicyTokens, by_token
+from slimrl.algorithms.loss_types import PolicyTokens, TokenLosses
+from slimrl.algorithms.policy_tokens import by_token
 from slimrl.config.schema.algorithm import AlgorithmConfig, LossName
 from slimrl.data.import_path import resolve
 
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Temperatures of the gate, for positive and for negative advantages (arXiv:2511.20347): higher ones fall off
 faster."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenLosses:
-    """Losses of tokens; meaningless where the policy did not sample."""
-
-    loss_T: Tensor
-    """Loss of each token, with gradient"""
-    clipped_T: Tensor
-    """bool, tokens whose ratio passed the bound on the side of their advantage"""
 
 
 PolicyLoss = Callable[[PolicyTokens, AlgorithmConfig, Tensor], TokenLosses]

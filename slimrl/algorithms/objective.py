@@ -17,10 +17,10 @@ from torch import Tensor
 
 from slimrl.algorithms.correction import correction_terms, correction_weights
 from slimrl.algorithms.kl import kl, kl_from_sampler, weighted_kl
+from slimrl.algorithms.loss_types import PolicyTokens
 from slimrl.algorithms.losses import SEQUENCE_TERMS, load_loss, log_ratio
 from slimrl.algorithms.policy_tokens import (
     LossBatch,
-    PolicyTokens,
     by_token,
     is_clamped,
     policy_tokens,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimrl.algorithms.loss_types import PolicyTokens
 from slimrl.config.schema.algorithm import AlgorithmConfig, OldPolicy
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
 
@@ -32,33 +33,6 @@ class LossBatch:
     remote_N: dict[str, Tensor]
     sum_over_ranks: Callable[[Tensor], Tensor] | None
     """Function that adds a tensor over the context-parallel ranks; None if this rank holds all tokens"""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PolicyTokens:
-    """Values of the sampled tokens; all are 0 elsewhere, where the inputs may be NaN."""
-
-    mask_T: Tensor
-    """bool, whether the policy sampled the token"""
-    trajectory_ids_T: Tensor
-    """int64, 0..N-1, index of the token's trajectory"""
-    logprobs_T: Tensor
-    """log pi of the policy that is trained, differentiable"""
-    old_T: Tensor
-    """log pi_old, of the policy before the rollout's first update"""
-    engine_T: Tensor
-    """log pi_engine, of the policy that sampled"""
-    log_ratio_T: Tensor
-    """log pi - log pi_old, clamped to 20, differentiable"""
-    engine_gap_T: Tensor
-    """log pi_trainer - log pi_engine under the weights before the rollout's first update, clamped to 20"""
-    drift_T: Tensor
-    """log pi - log pi_engine, clamped to 20"""
-    reference_T: Tensor | None
-    """log pi_ref, of the reference policy; None without a reference"""
-    advantages_T: Tensor
-    num_sampled_N: Tensor
-    """int64, sampled tokens of each whole trajectory"""
 
 
 def policy_tokens(logprobs_T: Tensor, batch: LossBatch, settings: AlgorithmConfig) -> PolicyTokens:

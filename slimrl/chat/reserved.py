@@ -1,15 +1,17 @@
 """The reserved tokens of a tokenizer: texts that are one token wherever they stand, such as the markers of turns."""
 
 import re
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"<[^\s<>]*[^\W_][^\s<>]*>|\[[A-Z_]*[A-Z][A-Z_]*\]")
 """Pattern of a text in brackets that may be a reserved token. It has a letter or digit: `<=>` and `[_]` are words of
 code, and tokens of many vocabularies."""
 
 
-def reserved_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def reserved_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """Ids of the reserved tokens, by their texts.
 
     Those that transformers lists. Of tokenizers with code of their own (Kimi-K2, Moonlight), which know more than they

@@ -6,15 +6,16 @@ from difflib import get_close_matches
 from functools import cached_property
 from inspect import signature
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _get_template_variables
 
 from slimrl.chat.reserved import reserved_tokens
 from slimrl.chat.tool_prompts import ToolPrompt, with_tools
 from slimrl.data.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]] | None
@@ -38,8 +39,6 @@ PROBE_TOOL: dict[str, Any] = {
 NO_ARGUMENTS = "{}"
 
 _KEY, _VALUE = "probe_key", "probe_value"
-_GIVEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
-"""Names of variables and options of a template that a recipe may not set"""
 
 
 class ChatTemplate:
@@ -57,7 +56,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         text: str | None = None,
         kwargs: dict[str, Any] | None = None,
         tool_prompt: ToolPrompt | None = None,
@@ -84,12 +83,16 @@ class ChatTemplate:
 
     def require_read(self) -> None:
         """Raises ValueError if the template does not read a further variable; `require_words` finds broken ones."""
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils.chat_template_utils import _get_template_variables
+
+        ours = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
         try:
             read = {name for source in self._sources for name in _get_template_variables(source)}
         except TemplateSyntaxError:
             return
         for name in self._kwargs:
-            if name in _GIVEN:
+            if name in ours:
                 raise ValueError(f"{name}: slimrl sets it")
             if name not in read:
                 close = get_close_matches(name, read, n=1)

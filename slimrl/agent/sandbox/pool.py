@@ -8,16 +8,23 @@ from slimrl.agent.sandbox.admission import Admission
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
 from slimrl.agent.sandbox.container import ContainerSandbox
 from slimrl.agent.sandbox.interface import Language, Program, Result, Sandbox, Session
-from slimrl.agent.sandbox.remote import RemoteSandbox
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
 from slimrl.agent.sandbox.visible import installed, package_paths
 from slimrl.agent.supplied import Supplied
 from slimrl.config.schema.agent import SandboxBackend, SandboxConfig, SandboxLimits
 
+
+def _remote(config: SandboxConfig) -> Sandbox:
+    # Its HTTP client takes as long to import as all else here together.
+    from slimrl.agent.sandbox.remote import RemoteSandbox
+
+    return RemoteSandbox(config)
+
+
 _BACKENDS: dict[SandboxBackend, Callable[[SandboxConfig], Sandbox]] = {
     SandboxBackend.bubblewrap: BubblewrapSandbox,
     SandboxBackend.subprocess: SubprocessSandbox,
-    SandboxBackend.remote: RemoteSandbox,
+    SandboxBackend.remote: _remote,
     SandboxBackend.container: ContainerSandbox,
 }
 
