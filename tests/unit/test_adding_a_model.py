@@ -3,13 +3,13 @@
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-import slimrl.models
+from slimrl.models import families
 from slimrl.models import family as family_table
 from slimrl.models.families.rules import decoder
 from slimrl.models.family import FAMILIES, family_of
@@ -24,18 +24,29 @@ def python_blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / "adding_a_model.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
+def run_block(code: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(code, "adding_a_model.md", "exec"), names)
+    return names
+
+
 @pytest.fixture
-def row(monkeypatch):
-    """The page's row, of the page's file, registered under a name of its own."""
+def row(tmp_path, monkeypatch):
+    """The page's row of the page's file, which lies in the folder of families under a name of its own."""
     file_block, row_block, _ = python_blocks()
-    module = ModuleType(f"slimrl.models.{NEW}")
-    exec(compile(file_block, "adding_a_model.md, the file", "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(slimrl.models, NEW, module, raising=False)
-    names: dict = {}
-    exec(compile(row_block.replace("qwen2", NEW), "adding_a_model.md, the row", "exec"), names)
-    monkeypatch.setattr(family_table, "FAMILIES", (*FAMILIES, names["row"]))
-    return names["row"]
+    (tmp_path / f"{NEW}.py").write_text(file_block)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    row = run_block(re.sub(r"\bqwen2\b", NEW, row_block))["row"]
+    assert row.module.__file__ == str(tmp_path / f"{NEW}.py")
+    monkeypatch.setattr(family_table, "FAMILIES", (*FAMILIES, row))
+    yield row
+    del sys.modules[row.module.__name__]
+    delattr(families, NEW)
+
+
+def test_the_page_s_code_runs_as_it_stands_and_its_row_is_the_shipped_one():
+    _, row, _ = map(run_block, python_blocks())
+    assert row["row"] in FAMILIES
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -67,9 +78,7 @@ def test_the_page_s_own_rule_fits_what_transformers_writes(tmp_path):
     from safetensors.torch import load_file
 
     written = load_file(tmp_path / "model.safetensors")
-    names: dict = {}
-    exec(compile(python_blocks()[2], "adding_a_model.md, the rule", "exec"), names)
-    rules = WeightMap([names["mixtral_gate_up"](16, 24, 3, decoder((0, 1)))])
+    rules = WeightMap([run_block(python_blocks()[2])["mixtral_gate_up"](16, 24, 3, decoder((0, 1)))])
     covered = {name: tensor.shape for name, tensor in rules.hf_tensors.items()}
     assert covered == {name: tuple(value.shape) for name, value in written.items() if re.search(r"w[13]\.weight", name)}
     held_E2FH = dict(model.named_parameters())["model.layers.1.mlp.experts.gate_up_proj"]
