@@ -59,17 +59,24 @@ class Observation:
 
 
 class Environment(Protocol):
+    """What the policy acts in; each trajectory has an instance of its own."""
+
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
-        """
+        """What the policy is told first, and the tools that it is shown.
+
         Args:
             seed: of this trajectory; all randomness comes from it.
             scratch: of this trajectory. The reward finds it as `trajectory.scratch`; it is not written to files.
         """
         ...
 
-    async def step(self, turn: Turn) -> Observation: ...
+    async def step(self, turn: Turn) -> Observation:
+        """What the policy is told after a turn, or that the episode is over."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free what the instance holds; called once, however the episode ended."""
+        ...
 
 
 UNKNOWN_TOOL = "unknown"

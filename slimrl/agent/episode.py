@@ -35,7 +35,7 @@ RunSubagent = Callable[[Delegation, int, int], Awaitable[Trajectory]]
 
 
 class Episode:
-    """One trajectory in the making, in the hands of an episode loop."""
+    """One trajectory in the making, which the function of `agent.episode` runs to its end."""
 
     def __init__(
         self,

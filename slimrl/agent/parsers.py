@@ -11,7 +11,7 @@ from slimrl.data.import_path import resolve
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """One well-formed call."""
+    """A well-formed call of a tool."""
 
     name: str
     arguments: dict[str, Any]
@@ -21,7 +21,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class MalformedCall:
-    """Text that was meant as a call."""
+    """Text that was meant as a call of a tool."""
 
     problem: str
     """An error message for the model."""

@@ -102,7 +102,12 @@ class ToolOptions:
 
 
 def tool[F: Callable[..., Any]](*, pure: bool = False, retries: int = 0) -> Callable[[F], F]:
-    """Decorates a function that is a tool with options; see `ToolOptions`."""
+    """Decorator of a function that is a tool with options; one without options needs no decorator.
+
+    Args:
+        pure: its answer follows from its arguments alone, so an answer of the same run is given again.
+        retries: further attempts after an exception that is neither a ToolError nor a ValueError.
+    """
 
     def mark(function: F) -> F:
         function.tool_options = ToolOptions(pure=pure, retries=retries)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """What the source of a function says about calls of it, without running it.
 
-A decorator may make another function of it, so a decorated one is not checked, but for `tool` of slimrl.agent.tools.
+A decorator may make another function of it, so a decorated one is not checked, but for `tool` of slimrl.api.
 """
 
 import ast

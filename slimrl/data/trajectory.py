@@ -18,6 +18,8 @@ from slimrl.data.trajectory_checks import check_fields, checked_array
 
 
 class Status(str, Enum):
+    """How a trajectory ended."""
+
     completed = "completed"
     truncated = "truncated"
     """The trajectory ran out of tokens or turns."""
@@ -106,6 +108,8 @@ class Segment:
 
 @dataclass(kw_only=True, eq=False)
 class Trajectory:
+    """One rollout of a prompt: its conversation, its tokens and its reward."""
+
     group_id: str
     """The prompt's id; advantages are grouped by this and by nothing else."""
     trajectory_id: str
@@ -215,6 +219,7 @@ def _array(name: str, value: Any) -> Any:
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write a trajectory file, which replaces one that is there."""
     with path.open("w") as file:
         for trajectory in trajectories:
             file.write(json.dumps(to_json(trajectory)) + "\n")

@@ -158,7 +158,7 @@ def test_a_reward_whose_parameters_are_named_as_if_it_got_other_values_is_noted(
 
 SOURCE = """
 import functools, other
-from slimrl.agent.tools import EpisodeInfo, tool
+from slimrl.api import EpisodeInfo, tool
 
 def good(place: str, info: EpisodeInfo, corpus, *, most: int = 3) -> str:
     '''Look.

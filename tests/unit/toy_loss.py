@@ -2,7 +2,7 @@
 
 import torch
 
-from slimrl.algorithms.losses import TokenLosses
+from slimrl.api import TokenLosses
 
 
 def unmasked(tokens, settings, log_ratio_N):

@@ -12,6 +12,8 @@ from slimrl.agent.gateway.once_pipe import OncePipe
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
+    """How the function of `agent.function` reaches the policy: addresses and keys of its trajectory alone."""
+
     url: str
     """URL of the trajectory's session, without a slash at the end"""
     api_key: str = field(repr=False)

@@ -24,6 +24,8 @@ class SessionEnded(ValueError):
 
 
 class Language(str, Enum):
+    """What a program is written in."""
+
     python = "python"
     shell = "shell"
     """Commands of bash."""

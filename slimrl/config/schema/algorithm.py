@@ -201,6 +201,8 @@ class CorrectionConfig:
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
+    """From rewards to a loss: the settings of the section `algorithm` (docs/algorithms.md)."""
+
     name: AlgorithmName = AlgorithmName.gspo
     """The algorithm, which gives the defaults of this section; those listed here are GSPO's."""
     loss: str = "gspo"

@@ -1,0 +1,62 @@
+"""What tasks import: the names that tools, environments, rewards, agents, parsers, losses and advantages are made of.
+
+These names are stable. All others of slimrl may change with any version, but for the import paths of ready-made tools,
+environments and rewards, which recipes name (`slimrl.rewards.math:boxed_exact`). docs/tasks.md lists the names.
+Neither torch nor ray, megatron or sglang is imported with them. Nothing in slimrl imports this module.
+"""
+
+from slimrl.agent.environment import Environment, Observation, Turn, answers
+from slimrl.agent.episode import Episode
+from slimrl.agent.gateway.connection import Connection
+from slimrl.agent.parsers import MalformedCall, ParsedTurn, Parser, ToolCall
+from slimrl.agent.sandbox.interface import Language, Program, SandboxBusy, SandboxError
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tools import EpisodeInfo, ToolError, tool
+from slimrl.algorithms.advantages import Group
+from slimrl.algorithms.loss_types import PolicyTokens, TokenLosses
+from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory, read_trajectories, write_trajectories
+from slimrl.rewards.scoring import Score
+
+__all__ = [  # noqa: RUF022 - in the order of the page, by what they are for
+    # Prompts and trajectories
+    "Prompt",
+    "Trajectory",
+    "Segment",
+    "Status",
+    "read_trajectories",
+    "write_trajectories",
+    # Tools
+    "tool",
+    "ToolError",
+    "EpisodeInfo",
+    # Environments
+    "Environment",
+    "Observation",
+    "Turn",
+    "ToolCall",
+    "MalformedCall",
+    "answers",
+    # Rewards
+    "Score",
+    # Code that the policy wrote
+    "SandboxPool",
+    "SandboxConfig",
+    "Program",
+    "Language",
+    "SandboxError",
+    "SandboxBusy",
+    # Agents behind the gateway
+    "Connection",
+    # Episodes of one's own
+    "Episode",
+    # Parsers of tool calls
+    "Parser",
+    "ParsedTurn",
+    # Losses and advantages
+    "PolicyTokens",
+    "TokenLosses",
+    "AlgorithmConfig",
+    "Group",
+]
