@@ -1,5 +1,6 @@
 """What pages of docs/ say of the same thing is the same, and of the source what is there."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -46,6 +47,20 @@ def anchors(text: str) -> set[str]:
     """The anchors of the headings of a page, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_import_paths_that_pages_and_recipes_name_are_there():
+    files = [*DOCS.glob("*.md"), *(ROOT / "recipes").rglob("*.yaml")]
+    named = {path for file in files for path in re.findall(r"\bslimrl(?:\.\w+)+:\w+", file.read_text())}
+    assert len(named) > 25
+    assert {path for path in named if path.partition(":")[2] not in defined_in(path.partition(":")[0])} == set()
+
+
+def defined_in(module: str) -> set[str]:
+    """Functions and classes that a module defines; none if there is no such module."""
+    file = ROOT / (module.replace(".", "/") + ".py")
+    nodes = ast.parse(file.read_text()).body if file.is_file() else []
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
 
 
 def test_files_of_the_source_that_pages_name_are_there():
