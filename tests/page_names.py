@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -11,10 +12,12 @@ from slimrl_tools.cli import app as tools
 
 from slimrl.cli import app
 from slimrl.cli.evaluation import DEFAULT_COMMAND, GroupWithDefault
-from slimrl.config.keys import KEY_TYPES, PASSTHROUGH, default_config, is_known, schema_key
+from slimrl.config.keys import KEY_TYPES, NAME, PASSTHROUGH, default_config, is_known, schema_key
+from slimrl.config.load import read_recipe
 from slimrl.config.passthrough import VERDICTS
 from slimrl.config.verdicts import Verdict
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 SECTIONS = frozenset(key.partition(".")[0] for key in KEY_TYPES if "." in key)
 """With what the name of a setting begins, before its first dot."""
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -42,6 +45,17 @@ def is_setting(key: str) -> bool:
     if section in PASSTHROUGH:
         return name in VERDICTS[section] and VERDICTS[section][name].verdict is Verdict.safe
     return is_known(key)
+
+
+def refused_values(settings: Iterable[tuple[str, str]]) -> list[str]:
+    """What a recipe is told of these settings with their values; those without a value are not tried."""
+    # Refused for what else it lacks, but not for this.
+    given = sorted(f"{key}={value}" for key, value in settings if value and NAME not in key.split("."))
+    return [
+        str(problem)
+        for one in given
+        for problem in read_recipe(str(RECIPES / "qwen3_moe" / "qwen3_30b_a3b_gspo.yaml"), [one])[1]
+    ]
 
 
 def is_default(key: str, text: str) -> bool:
