@@ -46,6 +46,14 @@ def check(
     files: Annotated[
         bool, typer.Option("--files", help="Refuse models and data that are not on this machine.")
     ] = False,
+    data: Annotated[
+        bool,
+        typer.Option(
+            "--data",
+            help="Read the data files too, as a start does, and print how many prompts or examples they have; "
+            "needs the tokenizer of model.path, and imports the modules that the recipe names.",
+        ),
+    ] = False,
 ) -> None:
     """List every problem of recipes, without a GPU or their models. Exit codes: 0 accepted, 1 refused."""
     from slimrl.config.keys import is_known
@@ -59,7 +67,7 @@ def check(
         if is_known(str(path)) and not path.exists():
             raise ValueError(f"{path} is a setting, which needs a value: {path}=VALUE.")
     console = plain_console()
-    if not check_recipes(paths, overrides, command=command, files=files, console=console):
+    if not check_recipes(paths, overrides, command=command, files=files, data=data, console=console):
         raise typer.Exit(1)
 
 

@@ -216,13 +216,13 @@ def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeyp
 
 def test_recipes_and_settings_of_a_check_are_told_apart(told):
     calls = told(config_check, "check_recipes", answer=True)
-    arguments = ["a.yaml", "run.name=x", "b=1.yaml", "dir/c=d.yaml", "--command", "sft", "--files"]
+    arguments = ["a.yaml", "run.name=x", "b=1.yaml", "dir/c=d.yaml", "--command", "sft", "--files", "--data"]
     assert invoke("config", "check", *arguments).exit_code == 0
     ((paths, overrides), settings) = calls[0]
     assert (paths, overrides) == ([Path("a.yaml"), Path("dir/c=d.yaml")], ["run.name=x", "b=1.yaml"])
-    assert (settings["command"], settings["files"]) == ("sft", True)
+    assert (settings["command"], settings["files"], settings["data"]) == ("sft", True, True)
     assert invoke("config", "check", "a.yaml").exit_code == 0
-    assert (calls[1][1]["command"], calls[1][1]["files"]) == (None, False)
+    assert (calls[1][1]["command"], calls[1][1]["files"], calls[1][1]["data"]) == (None, False, False)
     none = invoke("config", "check", "a=1")
     assert (none.exit_code, none.output, len(calls)) == (2, "no recipe given.\n", 2)
     forgotten = invoke("config", "check", "a.yaml", "rollout.mode")

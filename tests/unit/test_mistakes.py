@@ -36,7 +36,7 @@ HEADER = """# Mistakes
 Sixty mistakes, and what slimrl answers to each. All but two are answered before anything starts; judges are asked when
 the engines are there. A warning lets the run start; all else refuses it.
 
-- `slimrl config check` runs no code of the task, and needs neither a GPU nor the model nor the data.
+- `slimrl config check` runs no code of the task, and needs neither a GPU nor the model nor the data; but for `--data`.
 - `slimrl train` and `slimrl launch slurm` answer the same, and what modules, data and model show.
 
 Each begins with a task that is right, [a clock](tasks.md), and with a toy in `model/`.

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slimrl.config.check import check_loaded
-from slimrl.config.hub import CONFIG_FILES, HubModel, cached, fetch, hub_model, with_model, with_teacher
+from slimrl.config.hub import CONFIG_FILES, SMALL_FILES, HubModel, cached, fetch, hub_model, with_model, with_teacher
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.observability.progress import Progress
@@ -49,6 +49,20 @@ def fetch_model(loaded: LoadedRecipe, problems: Sequence[Problem], progress: Pro
     except ValueError as error:
         raise RecipeError([*problems, loaded.problem(key, str(error).replace("model.path", key))]) from error
     raise RecipeError([problem for problem in refused if not problem.warning])
+
+
+def with_tokenizer(loaded: LoadedRecipe) -> LoadedRecipe:
+    """The recipe with a folder of its model's config and tokenizer, which are fetched if the model is on the Hub.
+
+    Raises:
+        RecipeError: they cannot be fetched.
+    """
+    if (model := hub_model(loaded.recipe.model.path)) is None:
+        return loaded
+    try:
+        return with_model(loaded, fetch(model, SMALL_FILES))
+    except ValueError as error:
+        raise RecipeError([loaded.problem("model.path", str(error))]) from error
 
 
 def _on_hub(loaded: LoadedRecipe) -> dict[str, HubModel]:

@@ -6,7 +6,6 @@ from slimrl.agent.call_schemas import refuse_wrong_calls
 from slimrl.agent.preview import preview_episode, preview_example
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolsUnavailable
-from slimrl.config.hub import SMALL_FILES, fetch, hub_model, with_model
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
 from slimrl.data.preview import Preview
@@ -14,6 +13,7 @@ from slimrl.data.prompts import read_conversations, read_prompts
 from slimrl.data.trajectory import Prompt
 from slimrl.runtime.checks.dialogue import load_chat_format, load_dialogues
 from slimrl.runtime.checks.environment import load_environment
+from slimrl.runtime.checks.fetched_model import with_tokenizer
 
 QUESTION = Prompt(prompt_id="preview", messages=[{"role": "user", "content": "(the question)"}], label=None)
 
@@ -24,11 +24,7 @@ async def preview(loaded: LoadedRecipe) -> Preview:
     Raises:
         RecipeError: names the key that does not fit the files.
     """
-    if (model := hub_model(loaded.recipe.model.path)) is not None:
-        try:
-            loaded = with_model(loaded, fetch(model, SMALL_FILES))
-        except ValueError as error:
-            raise RecipeError([loaded.problem("model.path", str(error))]) from error
+    loaded = with_tokenizer(loaded)
     recipe = loaded.recipe
     data, key = Path(recipe.data.train), "data.train"
     sandbox = SandboxPool(recipe.agent.sandbox)
