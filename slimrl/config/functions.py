@@ -6,8 +6,10 @@ A path is accepted if the source cannot decide: the module has no Python source,
 import ast
 import importlib.util
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.keys import NAME, schema_key
@@ -36,6 +38,7 @@ CALLED_WITH = {
         ("reward.function", f"reward.parts.{NAME}.function", f"reward.by_name.{NAME}.function"),
         ("trajectory", "prompt"),
     ),
+    **dict.fromkeys((f"reward.parts.{NAME}.args.of", f"reward.by_name.{NAME}.args.of"), ("trajectory", "prompt")),
     f"reward.group.{NAME}.function": ("trajectories", "prompt"),
     "reward.group_filters": ("trajectories",),
     "agent.episode": ("episode",),
@@ -75,23 +78,27 @@ def function_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
             yield key, f"{path}: {module} has no {name}." + suggestion(name, public)
         elif schema_key(key) in NO_CLASS and isinstance(names[name], ast.ClassDef):
             yield key, f"{path}: {name} is a class. {NO_CLASS[schema_key(key)]}"
-        elif key not in NO_CLASS and key.endswith(".function") and _cannot_be_called(names[name]):
+        elif key not in NO_CLASS and key.endswith((".function", ".of")) and _cannot_be_called(names[name]):
             yield key, f"{path}: {name} is a class without __call__. {CALLED}"
         elif type(names[name]) in NOT_CALLABLE:
             yield key, f"{path}: {name} is {NOT_CALLABLE[type(names[name])]}, not a function."
         else:
-            yield from ((key, f"{path}: {problem}") for problem in _wrong_signature(recipe, key, names[name]))
+            fields = partial(_fields, names) if (module + ".").startswith("slimrl.") else None
+            yield from ((key, f"{path}: {problem}") for problem in _wrong_signature(recipe, key, names[name], fields))
     yield from _tools_given_twice(recipe, command)
 
 
-def _wrong_signature(recipe: Recipe, key: str, node: ast.AST) -> Iterator[str]:
-    """What is wrong with a function that the run would call in vain."""
+def _wrong_signature(
+    recipe: Recipe, key: str, node: ast.AST, fields: Callable[[str], Collection[str]] | None
+) -> Iterator[str]:
+    """What is wrong with a function that the run would call in vain; `fields` as of `called_wrongly`."""
     if schema_key(key) in TOOLS:
         yield from tool_problems(node, recipe.agent.tool_args)
         return
-    parts = {f"{section}.function": part.args for section, part in reward_parts(recipe.reward)}
+    given = {f"{section}.function": part.args for section, part in reward_parts(recipe.reward)}
+    given |= {key: arguments for key, _, arguments in _verifiers(recipe)}
     places = CALLED_WITH.get(schema_key(key))
-    if places is not None and (problem := called_wrongly(node, places, parts.get(key, {}))):
+    if places is not None and (problem := called_wrongly(node, places, given.get(key, {}), fields)):
         yield problem
     if key == "agent.episode" and is_judged(node) and not isinstance(node, ast.AsyncFunctionDef):
         yield "is not `async def`, which an episode is."
@@ -143,6 +150,7 @@ def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str,
         "agent.compaction.function": [recipe.agent.compaction.function],
         "reward.function": [recipe.reward.function],
         **{f"{key}.function": [part.function] for key, part in reward_parts(recipe.reward)},
+        **{key: [path] for key, path, _ in _verifiers(recipe)},
         "reward.retry_on": recipe.reward.retry_on,
         "algorithm.loss": [recipe.algorithm.loss],
         "algorithm.advantage": [recipe.algorithm.advantage],
@@ -153,6 +161,14 @@ def _import_paths(recipe: Recipe, command: str) -> Iterator[tuple[str, str, str,
             if MODULE_FUNCTION.fullmatch(path):
                 module, _, name = path.partition(":")
                 yield key, path, module, name
+
+
+def _verifiers(recipe: Recipe) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Key, import path and arguments of the rewards that slimrl's shaping rewards contain (`of` and `of_args`)."""
+    for section, part in reward_parts(recipe.reward):
+        path, arguments = part.args.get("of"), part.args.get("of_args")
+        if part.function.startswith("slimrl.rewards.") and isinstance(path, str):
+            yield f"{section}.args.of", path, arguments if isinstance(arguments, dict) else {}
 
 
 def _cannot_be_called(node: ast.AST) -> bool:
@@ -201,6 +217,18 @@ def _defined_names(file: Path) -> dict[str, ast.AST] | None:
         if isinstance(names[name], ast.expr) and (count > 1 or name in declared):
             names[name] = ast.Pass()
     return None if names.keys() & {"*", "__getattr__"} or called & {"globals", "vars", "setattr", "exec"} else names
+
+
+def _fields(names: Mapping[str, ast.AST], name: str) -> set[str]:
+    """The keys of a TypedDict that a module of slimrl defines or imports, those of its bases included."""
+    node = names.get(name)
+    if isinstance(node, ast.ImportFrom) and node.module:
+        file = _find(node.module)
+        return _fields((_defined_names(file) or {}) if file else {}, name)
+    if not isinstance(node, ast.ClassDef):
+        return set()
+    of_bases = [_fields(names, base.id) for base in node.bases if isinstance(base, ast.Name) and base.id in names]
+    return {name for name, _ in _names(node.body)}.union(*of_bases)
 
 
 def _names(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST]]:

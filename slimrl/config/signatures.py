@@ -1,12 +1,14 @@
 """What the source of a function says about calls of it, without running it.
 
-A decorator may make another function of it, so a decorated one is not checked, but for `tool` of slimrl.api.
+A decorator may make another function of it, so a decorated one is not checked, but for those of KEEPING. A base class
+may decide how objects are made, so a class that has one is not checked, but for slimrl's own.
 """
 
 import ast
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -19,6 +21,8 @@ NOT_CALLABLE: dict[type[ast.AST], str] = {
     ast.Tuple: "a tuple",
 }
 """Types of expressions whose value cannot be called, with the words for them"""
+KEEPING = ("tool", "checked_by")
+"""Decorators of slimrl that leave a function as it is"""
 SUPPLIED = ("EpisodeInfo", "SandboxPool", "Supplies")
 """Annotations of parameters for which the run supplies the arguments"""
 NOT_FIRST = ("prompt", "prompts", "args")
@@ -26,31 +30,56 @@ NOT_SECOND = ("trajectory", "trajectories", "sample", "samples", "completion", "
 """Names that a reward's first or second parameter has if it was written the other way round, or for another program,
 as `(args, sample)` for slime and `(prompts, completions)` for TRL"""
 
+_UNPACK = re.compile(r"Unpack\[(\w+)\]")
 _KINDS = inspect._ParameterKind
 
 
-def called_wrongly(node: ast.AST, places: Sequence[str], names: Mapping[str, Any]) -> str | None:
+def called_wrongly(
+    node: ast.AST,
+    places: Sequence[str],
+    names: Mapping[str, Any],
+    fields: Callable[[str], Collection[str]] | None = None,
+) -> str | None:
     """Why what a name stands for cannot be called with these arguments by place and by name; None if it may be.
 
     A class is made with the names, and its objects are called with the places.
+
+    Args:
+        fields: for code of slimrl, whose base classes do not decide how objects are made: the keys of a TypedDict, of
+            which `**settings: Unpack[...]` takes no others.
     """
     if isinstance(node, ast.ClassDef):
-        return _class_called_wrongly(node, places, names)
+        return _class_called_wrongly(node, places, names, fields)
     parameters = _parameters(node)
     return None if parameters is None else _unbindable(parameters, places, names)
 
 
-def _class_called_wrongly(node: ast.ClassDef, places: Sequence[str], names: Mapping[str, Any]) -> str | None:
-    if node.bases or node.keywords or node.decorator_list:
+def _class_called_wrongly(
+    node: ast.ClassDef,
+    places: Sequence[str],
+    names: Mapping[str, Any],
+    fields: Callable[[str], Collection[str]] | None,
+) -> str | None:
+    if (node.bases and fields is None) or node.keywords or node.decorator_list:
         return None
     methods = {part.name: part for part in node.body if isinstance(part, FUNCTIONS)}
     for name, (by_place, by_name) in {"__init__": ((), names), "__call__": (places, {})}.items():
         parameters = _parameters(methods[name]) if name in methods else None
         if parameters and parameters[0].kind is not _KINDS.VAR_POSITIONAL:  # which takes the object and more
             parameters = parameters[1:]
+        if parameters and fields is not None:
+            parameters = [*chain.from_iterable(_unpacked(each, fields) for each in parameters)]
         if parameters and (problem := _unbindable(parameters, by_place, by_name)):
             return problem
     return None
+
+
+def _unpacked(parameter: inspect.Parameter, fields: Callable[[str], Collection[str]]) -> list[inspect.Parameter]:
+    """`**settings: Unpack[Settings]` as the parameters that it stands for; another parameter as it is."""
+    found = _UNPACK.fullmatch(str(parameter.annotation))
+    if parameter.kind is not _KINDS.VAR_KEYWORD or found is None:
+        return [parameter]
+    return [inspect.Parameter(name, _KINDS.KEYWORD_ONLY, default=None) for name in fields(found[1])]
 
 
 def other_order(node: ast.AST) -> str | None:
@@ -91,12 +120,12 @@ def tool_problems(node: ast.AST, fixed: Collection[str]) -> Iterator[str]:
 
 def is_judged(node: ast.AST) -> bool:
     """Whether the source tells how a function is called."""
-    return isinstance(node, FUNCTIONS) and all(map(_is_tool, node.decorator_list))
+    return isinstance(node, FUNCTIONS) and all(map(_keeps, node.decorator_list))
 
 
-def _is_tool(decorator: ast.expr) -> bool:
+def _keeps(decorator: ast.expr) -> bool:
     name = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-    return name.rpartition(".")[2] == "tool"
+    return name.rpartition(".")[2] in KEEPING
 
 
 def _parameters(node: ast.AST) -> list[inspect.Parameter] | None:

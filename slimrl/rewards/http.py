@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import httpx
 
@@ -14,6 +14,15 @@ RETRIED = (408, 425, 429, 500, 502, 503, 504)
 """Statuses that may be gone at the next attempt."""
 MAX_CAUSE_CHARACTERS = 300
 _JSON = {"Content-Type": "application/json"}
+
+
+class EndpointSettings(TypedDict, total=False):
+    """Arguments of JsonEndpoint, which has their defaults."""
+
+    api_key_env: str
+    max_running: int
+    timeout_s: float
+    retries: int
 
 
 class EndpointError(Exception):

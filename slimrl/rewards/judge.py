@@ -7,9 +7,10 @@ import asyncio
 from collections.abc import Sequence
 from enum import Enum
 from itertools import combinations
-from typing import Any
+from typing import Any, Unpack
 
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.rewards.http import EndpointSettings
 from slimrl.rewards.judge_text import block, conversation, question
 from slimrl.rewards.remote import endpoint
 from slimrl.rewards.texts import last_text
@@ -27,6 +28,15 @@ class Shown(str, Enum):
     """The judge sees the policy's last text."""
     conversation = "conversation"
     """The judge sees all texts and calls of the policy, and the other messages."""
+
+
+class JudgeSettings(EndpointSettings, total=False):
+    """Arguments of both rewards, which _Judging describes."""
+
+    with_label: bool
+    shown: str
+    options: dict[str, Any] | None
+    cache: str
 
 
 class _Judging:
@@ -53,7 +63,7 @@ class _Judging:
         shown: str = "answer",
         options: dict[str, Any] | None = None,
         cache: str = "",
-        **settings: Any,
+        **settings: Unpack[EndpointSettings],
     ) -> None:
         if not model or not rubric.strip():
             raise ValueError("model and rubric must not be empty")
@@ -86,7 +96,9 @@ class Judge(_Judging):
         highest: the highest score of the judge's scale, which begins at 0.
     """
 
-    def __init__(self, *, url: str, model: str, rubric: str, highest: int = 10, **settings: Any) -> None:
+    def __init__(
+        self, *, url: str, model: str, rubric: str, highest: int = 10, **settings: Unpack[JudgeSettings]
+    ) -> None:
         super().__init__(url, model, rubric, **settings)
         if not 1 <= highest <= 100:
             raise ValueError(f"highest: {highest} is not between 1 and 100")
@@ -124,7 +136,9 @@ class Pairwise(_Judging):
             next ones in the group's order; 0 for all.
     """
 
-    def __init__(self, *, url: str, model: str, rubric: str, opponents: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, *, url: str, model: str, rubric: str, opponents: int = 0, **settings: Unpack[JudgeSettings]
+    ) -> None:
         super().__init__(url, model, rubric, **settings)
         if opponents < 0:
             raise ValueError(f"opponents: {opponents} is below 0")

@@ -7,10 +7,10 @@ row for each step tag: its last number is the probability of a good step. That i
 
 import math
 from enum import Enum
-from typing import Any
+from typing import Any, Unpack
 
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.http import EndpointError
+from slimrl.rewards.http import EndpointError, EndpointSettings
 from slimrl.rewards.judge_text import broken_up
 from slimrl.rewards.remote import endpoint
 from slimrl.rewards.scoring import Score
@@ -37,7 +37,13 @@ class ProcessReward:
     """
 
     def __init__(
-        self, *, url: str, model: str, credit: str = "worst", step_tag: str = "<extra_0>", **settings: Any
+        self,
+        *,
+        url: str,
+        model: str,
+        credit: str = "worst",
+        step_tag: str = "<extra_0>",
+        **settings: Unpack[EndpointSettings],
     ) -> None:
         if not model or not step_tag:
             raise ValueError("model and step_tag must not be empty")

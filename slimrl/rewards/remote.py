@@ -8,11 +8,11 @@ empty list, by which the start checks the server.
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from slimrl.data.strict_json import refuse_no_json
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.http import EndpointError, JsonEndpoint
+from slimrl.rewards.http import EndpointError, EndpointSettings, JsonEndpoint
 from slimrl.rewards.texts import own_messages
 
 
@@ -25,7 +25,9 @@ class Remote:
         api_key_env, max_running, timeout_s, retries: see JsonEndpoint.
     """
 
-    def __init__(self, *, url: str, max_batch: int = 32, batch_s: float = 0.05, **settings: Any) -> None:
+    def __init__(
+        self, *, url: str, max_batch: int = 32, batch_s: float = 0.05, **settings: Unpack[EndpointSettings]
+    ) -> None:
         if max_batch < 1 or not 0 <= batch_s <= 60:
             raise ValueError("max_batch is at least 1, and batch_s between 0 and 60")
         self._endpoint = endpoint(url, settings)
@@ -93,7 +95,7 @@ class Remote:
                 raise EndpointError(f"{self._endpoint.url} gave no {len(items)} rewards: {str(other)[:200]}")
 
 
-def endpoint(url: str, settings: dict[str, Any]) -> JsonEndpoint:
+def endpoint(url: str, settings: EndpointSettings) -> JsonEndpoint:
     """Raises ValueError for settings that JsonEndpoint does not have, and for values that it refuses."""
     try:
         return JsonEndpoint(url, **settings)

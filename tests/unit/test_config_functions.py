@@ -3,15 +3,20 @@
 import ast
 import importlib
 import re
+from inspect import signature
 
 import pytest
 
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.functions import _defined_names, _find, absent_modules, function_violations, reward_warnings
 from slimrl.config.problems import fitting_text, multiples_text
-from slimrl.config.schema.agent import AgentConfig, SubagentConfig
+from slimrl.config.schema.agent import AgentConfig, SandboxConfig, SubagentConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
 from slimrl.data.import_path import resolve
+from slimrl.rewards.http import EndpointSettings, JsonEndpoint
+from slimrl.rewards.judge import JudgeSettings, _Judging
+from slimrl.rewards.loading import Supplies, load_part
 
 
 @pytest.fixture
@@ -299,6 +304,60 @@ def test_rewards_that_cannot_be_called_are_refused_from_their_source(modules, na
     part = RewardPartConfig(function=f"own:{name}", args=args)
     found = [text for _, text in function_violations(Recipe(reward=RewardConfig(parts={"a": part})), "train")]
     assert found == ([f"own:{name}: {problem}"] if problem else [])
+
+
+SERVER = {"url": "http://h", "model": "m"}
+JUDGE = {**SERVER, "rubric": "r"}
+ENDPOINT = {"api_key_env": "KEY", "max_running": 4, "timeout_s": 1.0, "retries": 1}
+COSINE = {"of": "slimrl.rewards.answers:ExactMatch", "max_tokens": 9}
+UNEXPECTED = "got an unexpected keyword argument"
+MISSING = "missing a required"
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "problem"),
+    [
+        ("math:boxed_exact", {}, ""),
+        ("math:boxed_exact", {"digits": 3}, f"{UNEXPECTED} 'digits'"),
+        ("math:boxed_equivalent", {"digits": 3}, f"{UNEXPECTED} 'digits'"),
+        ("answers:F1", {"answer_in": "boxed", "power": 1}, ""),
+        ("answers:F1", {"answer": "boxed"}, f"{UNEXPECTED} 'answer'"),
+        ("code:CodeTests", {"credit": "fraction"}, ""),
+        ("code:CodeTests", {"credits": "fraction"}, f"{UNEXPECTED} 'credits'"),
+        ("remote:Remote", {"url": "http://h", **ENDPOINT}, ""),
+        ("remote:Remote", {"url": "http://h", "timeout": 3}, f"{UNEXPECTED} 'timeout'"),
+        ("process:ProcessReward", {**SERVER, **ENDPOINT}, ""),
+        ("process:ProcessReward", {**SERVER, "retry": 1}, f"{UNEXPECTED} 'retry'"),
+        ("judge:Judge", {**JUDGE, **ENDPOINT, "with_label": True, "shown": "answer", "options": {}, "cache": ""}, ""),
+        ("judge:Judge", {**JUDGE, "temperature": 0}, f"{UNEXPECTED} 'temperature'"),
+        ("judge:Judge", SERVER, f"{MISSING} argument: 'rubric'"),
+        ("length:CosineLength", COSINE, ""),
+        ("length:CosineLength", {"of": COSINE["of"]}, f"{MISSING} argument: 'max_tokens'"),
+        ("length:CosineLength", {**COSINE, "of_arg": {}}, f"{UNEXPECTED} 'of_arg'"),
+        ("length:CosineLength", {**COSINE, "of_args": {"answer_in": "boxed"}}, ""),
+        ("length:CosineLength", {**COSINE, "of_args": {"answer": "boxed"}}, f"{UNEXPECTED} 'answer'"),
+        ("length:CosineLength", {**COSINE, "of": "slimrl.rewards.answers:Exact"}, "has no Exact"),
+        ("calibration:Calibration", {"of": "slimrl.rewards.math:boxed_exact", "tags": "c"}, f"{UNEXPECTED} 'tags'"),
+    ],
+)
+def test_arguments_of_our_own_rewards_are_refused_from_their_source_as_a_start_refuses_them(path, args, problem):
+    part = RewardPartConfig(function=f"slimrl.rewards.{path}", args=args)
+    found = [text for _, text in function_violations(Recipe(reward=RewardConfig(parts={"a": part})), "train")]
+    assert bool(found) == bool(problem)
+    assert all(problem in text for text in found)
+    assert len(found) <= 1
+    if problem:
+        # What a start says of the same arguments.
+        supplies = Supplies({SandboxPool: SandboxPool(SandboxConfig())})
+        with pytest.raises(ValueError, match=re.escape(problem.removeprefix(MISSING).removeprefix(UNEXPECTED))):
+            load_part("a", part, supplies=supplies)
+
+
+def test_settings_that_rewards_hand_on_are_those_of_what_gets_them():
+    taken = {each.name for each in signature(JsonEndpoint).parameters.values() if each.kind is each.KEYWORD_ONLY}
+    assert EndpointSettings.__annotations__.keys() == taken
+    of_judges = {name for name, each in signature(_Judging).parameters.items() if each.kind is each.KEYWORD_ONLY}
+    assert JudgeSettings.__annotations__.keys() - taken == of_judges
 
 
 def test_other_functions_are_called_with_what_the_run_gives_them(modules):
