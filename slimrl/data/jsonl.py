@@ -3,7 +3,9 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,21 @@ def read_jsonl[T](path: Path, parse: Callable[[dict[str, Any], int], T], *, fini
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
+    with unzipped(path) as file:
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        return parse_rows(path, lines, lambda line, number: parse(_object(line, finite, path, number), number))
+
+
+@contextmanager
+def unzipped(path: Path) -> Iterator[BufferedIOBase]:
+    """A file to read from, decompressed on the way if its name ends in GZIP.
+
+    Raises:
+        ValueError: within the block, it is no whole gzip file.
+    """
     try:
         with gzip.open(path) if path.suffix == GZIP else path.open("rb") as file:
-            lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-            return parse_rows(path, lines, lambda line, number: parse(_object(line, finite, path, number), number))
+            yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file: {error}") from error
 

@@ -1,6 +1,7 @@
 """`slimrl-tools prepare` on small files in the layouts in which the data sets are published."""
 
 import csv
+import gzip
 import json
 from pathlib import Path
 
@@ -19,6 +20,8 @@ DAPO = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
     'own line after "Answer:".'
 )
+
+SLIME = DAPO.replace("$Answer (without quotes)", "\\boxed{{$Answer}}")
 
 GSM8K_ROWS = [
     {"question": "Natalia sold 48/2 clips.\nHow many?", "answer": "48/2 = <<48/2=24>>24 clips.\n#### 72"},
@@ -120,6 +123,57 @@ def test_the_texts_are_the_bare_problems(tmp_path):
         assert read_prompts(out)[0].messages == [{"role": "user", "content": text}]
 
 
+def test_the_problems_of_slime_s_file_are_those_of_the_published_one(tmp_path):
+    message = {"role": "user", "step_loss_mask": 1}
+    rows = [
+        {"prompt": [message | {"content": SLIME.format(f"Problem {answer}.")}], "label": answer}
+        for answer in ("34", "113")
+    ]
+    assert "of the form Answer: \\boxed{$Answer} where" in rows[0]["prompt"][0]["content"]
+    for name, given in {"slime": rows, "published": SETS["dapo-math"][0]}.items():
+        result = prepare("dapo-math", write(tmp_path / f"{name}_in.jsonl", given), tmp_path / f"{name}.jsonl")
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "slime.jsonl").read_text() == (tmp_path / "published.jsonl").read_text()
+
+
+def test_an_instruction_in_the_middle_of_a_problem_stays(tmp_path):
+    problem = "What does this ask for: " + SLIME.format("x")
+    write(tmp_path / "in.jsonl", [{"prompt": problem, "label": "34"}])
+    assert prepare("dapo-math", tmp_path / "in.jsonl", tmp_path / "o.jsonl").exit_code == 0
+    (prompt,) = read_prompts(tmp_path / "o.jsonl")
+    assert prompt.messages[0]["content"].startswith("What does this ask for: Solve the following")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json"])
+def test_a_compressed_file_gives_what_the_plain_one_gives(ending, tmp_path):
+    plain = write(tmp_path / f"rows{ending}", GSM8K_ROWS)
+    packed = tmp_path / f"rows{ending}.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for file in (plain, packed):
+        assert prepare("gsm8k", file, tmp_path / f"{file.name}.out.jsonl").exit_code == 0
+    written = [(tmp_path / f"{file.name}.out.jsonl").read_text() for file in (plain, packed)]
+    assert written[0] == written[1]
+    assert len(written[0].splitlines()) == len(GSM8K_ROWS)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json"])
+def test_a_broken_gzip_file_is_refused_by_its_name(ending, tmp_path):
+    whole = gzip.compress(write(tmp_path / f"rows{ending}", GSM8K_ROWS).read_bytes())
+    wrong_sum = whole[:-8] + bytes(4) + whole[-4:]
+    for content in (whole[:-9], whole[:20], wrong_sum, b"plain text\n", whole[:10] + b"\xff" * 9 + whole[19:]):
+        packed = tmp_path / f"broken{ending}.gz"
+        packed.write_bytes(content)
+        result = prepare("gsm8k", packed, tmp_path / "o.jsonl")
+        assert result.exit_code == 2
+        assert f"{packed}: not a whole gzip file: " in result.stderr
+        assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_other_compressed_files_are_refused_by_their_ending(tmp_path):
+    (tmp_path / "rows.parquet.gz").write_bytes(gzip.compress(b""))
+    assert "ends in none of .parquet, " in prepare("gsm8k", tmp_path / "rows.parquet.gz", tmp_path / "o.jsonl").stderr
+
+
 def test_a_table_of_contests_is_read_from_csv(tmp_path):
     rows = [{"ID": "1983-1", "Year": 1983, "Question": 'Of "x",\ny?', "Answer": "060", "Part": ""}]
     assert prepare("aime", write(tmp_path / "a.csv", rows), tmp_path / "o.jsonl").exit_code == 0
@@ -144,7 +198,9 @@ def test_a_problem_that_comes_many_times_is_written_once_and_one_with_two_answer
         ("gsm8k", {"question": "q", "answer": "#### about 72"}, "not with a number after ####"),
         ("gsm8k", {"question": " ", "answer": "#### 72"}, "question is ' '"),
         ("gsm8k", {"problem": "q", "answer": "#### 72"}, "no question; the row has problem, answer"),
-        ("dapo-math", {"prompt": [{"role": "user", "content": "q"}]}, "reward_model is missing"),
+        ("dapo-math", {"prompt": [{"role": "user", "content": "q"}]}, "no label or reward_model; the row has prompt"),
+        ("dapo-math", {"prompt": "q", "reward_model": "34"}, "reward_model is no object"),
+        ("dapo-math", {"prompt": "q", "reward_model": {"style": "rule"}}, "no ground_truth; the row has style"),
         ("dapo-math", {"prompt": [], "reward_model": {"ground_truth": "1"}}, "prompt is not one user message"),
         ("dapo-math", {"prompt": DAPO.format(""), "reward_model": {"ground_truth": "1"}}, "holds no problem"),
         ("aime", {"problem": "p", "answer": "1000"}, "'1000' is no integer from 0 to 999"),

@@ -9,7 +9,12 @@ from slimrl_tools.exit_codes import exit_codes
 
 def prepare(
     name: Annotated[str, typer.Argument(metavar="NAME", help="gsm8k, dapo-math, aime or deepscaler.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file as downloaded: Parquet, JSONL, JSON or CSV.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="The file as downloaded: Parquet, JSONL, JSON or CSV; also .jsonl.gz and .json.gz."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New prompt file (JSONL).")],
 ) -> None:
     """Write a prompt file from a downloaded data set of problems with final answers.

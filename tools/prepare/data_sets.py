@@ -2,7 +2,8 @@
 
 GSM8K (openai/gsm8k): `question`, and `answer`, whose last line is `#### 1,234`.
 DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k): `prompt`, one user message with an instruction around the problem, and
-`reward_model.ground_truth`. Each problem comes about a hundred times.
+`reward_model.ground_truth`. Each problem comes about a hundred times. In slime's copy (zhuzilin/dapo-math-17k), where
+each problem comes once: `prompt` with another instruction, and `label`.
 AIME (Maxwell-Jia/AIME_2024, HuggingFaceH4/aime_2024, math-ai/aime25, gneubig/aime-1983-2024): a problem and an answer
 under names that differ, or a solution that ends with the boxed answer.
 DeepScaleR (agentica-org/DeepScaleR-Preview-Dataset): `problem` and `answer`, which is LaTeX.
@@ -19,12 +20,12 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?")
 LARGEST_AIME = 999
 """Answers are integers from 0 to this."""
 
-DAPO_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem."
+DAPO_BEFORE = re.compile(
+    r"^Solve the following math problem step by step\. The last line of your response should be of the form Answer: "
+    r"(\$Answer \(without quotes\)|\\boxed\{\$Answer\}) where \$Answer is the answer to the problem\."
 )
 DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
-"""The instruction around a problem, which asks for another form than a box."""
+"""The instruction around a problem, which asks for another form than a box alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +45,19 @@ def gsm8k(row: dict[str, Any]) -> Problem:
 
 
 def dapo_math(row: dict[str, Any]) -> Problem:
-    """Raises ValueError: the prompt is not one user message, or the ground truth is missing."""
+    """Raises ValueError: the prompt is not one user message, or the answer is missing."""
     prompt, judged = row.get("prompt"), row.get("reward_model")
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], dict) or prompt[0].get("role") != "user":
             raise ValueError("prompt is not one user message")
         prompt = prompt[0].get("content")
-    if not isinstance(judged, dict):
-        raise ValueError("reward_model is missing")
-    text = _text({"prompt": prompt}, "prompt").removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER).strip()
+    if judged is not None and not isinstance(judged, dict):
+        raise ValueError("reward_model is no object")
+    answer = _text(row, "label", "reward_model") if judged is None else _text(judged, "ground_truth")
+    text = DAPO_BEFORE.sub("", _text({"prompt": prompt}, "prompt"), 1).removesuffix(DAPO_AFTER).strip()
     if not text:
         raise ValueError("prompt holds no problem beside the instruction")
-    return Problem(text=text, answer=_text(judged, "ground_truth"))
+    return Problem(text=text, answer=answer)
 
 
 def aime(row: dict[str, Any]) -> Problem:

@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.data.columns import PARQUET
-from slimrl.data.jsonl import read_jsonl
+from slimrl.data.jsonl import GZIP, read_jsonl, unzipped
 from slimrl.data.parquet import read_parquet
 from slimrl.data.rows import parse_rows
 
-ENDINGS = (PARQUET, ".jsonl", ".json", ".csv")
+ENDINGS = (PARQUET, ".jsonl", f".jsonl{GZIP}", ".json", f".json{GZIP}", ".csv")
 
 
 def read_published[T](path: Path, parse: Callable[[dict[str, Any], int], T]) -> list[T]:
     """The result of `parse` for each row of a Parquet, JSONL, JSON (a list of objects) or CSV file.
 
+    JSONL and JSON may be compressed with gzip.
+
     Raises:
         ValueError: the ending is another one, the file is missing or damaged, or has broken rows.
     """
-    if path.suffix not in ENDINGS:
+    if not path.name.endswith(ENDINGS):
         raise ValueError(f"{path}: ends in none of {', '.join(ENDINGS)}")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -28,7 +30,7 @@ def read_published[T](path: Path, parse: Callable[[dict[str, Any], int], T]) -> 
         return read_parquet(path, parse)
     if path.suffix == ".csv":
         return parse_rows(path, enumerate(_csv_rows(path), 1), parse, noun="rows")
-    if path.suffix == ".json" and _starts_a_list(path):
+    if Path(path.name.removesuffix(GZIP)).suffix == ".json" and _starts_a_list(path):
         return parse_rows(path, enumerate(_objects(path), 1), parse, noun="rows")
     return read_jsonl(path, parse)
 
@@ -43,13 +45,15 @@ def _csv_rows(path: Path) -> list[dict[str, Any]]:
 
 def _starts_a_list(path: Path) -> bool:
     """Unlike a file named .json that holds one object per line."""
-    with path.open("rb") as file:
+    with unzipped(path) as file:
         return next((line.lstrip()[:1] for line in file if line.strip()), b"") == b"["
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
+    with unzipped(path) as file:
+        text = file.read()
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not all(isinstance(value, dict) for value in values):
