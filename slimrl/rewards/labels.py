@@ -1,19 +1,24 @@
 """Labels of prompts, as data files and the libraries that write them have them.
 
 Tables leave holes (None, NaN, empty texts, the words that pandas writes for them), turn integers into floats where a
-column has a hole, and hold scalars of numpy.
+column has a hole, and hold scalars of numpy. Published sets have columns with whole solutions, which no answer equals.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from slimrl.data.trajectory import Prompt
+from slimrl.rewards.texts import BOX, boxed
 
 HOLES = {"None", "nan", "NaN", "<NA>", "NaT", "null"}
 """Texts that stand for a missing value after a table was written as text"""
+_MARKED = re.compile(r"^####[^\n]*\Z", re.MULTILINE)
+"""The last line of a solution of GSM8K"""
+PREPARED = "`slimrl-tools prepare {} FILE OUT` writes {} with the answers alone."
 
 
 def label_text(label: Any) -> str:
@@ -39,10 +44,23 @@ def label_text(label: Any) -> str:
     return text
 
 
+def refuse_solution(label: str) -> None:
+    """Raises ValueError for a label that is a whole solution, in which the answer is marked."""
+    if _MARKED.search(label):
+        said = PREPARED.format("gsm8k", "GSM8K")
+        raise ValueError(f"it is a whole solution, whose answer stands behind ####. {said}")
+    inner = boxed(label)
+    if inner is not None and f"{BOX}{inner}}}" != label.strip("$ "):
+        said = PREPARED.format("math", "MATH")
+        raise ValueError(f"it is a whole solution, whose answer stands in \\boxed{{}}. {said}")
+
+
 def only_label(prompt: Prompt) -> str:
     """The label of a prompt that has one, as text. Raises ValueError if no answer could match it."""
     try:
-        return label_text(prompt.label)
+        label = label_text(prompt.label)
+        refuse_solution(label)
+        return label
     except ValueError as error:
         raise ValueError(f"the label of {prompt.prompt_id}: {error}") from error
 
@@ -53,7 +71,10 @@ def label_list(prompt: Prompt) -> list[str]:
     if not given:
         raise ValueError(f"the label of {prompt.prompt_id} is an empty list")
     try:
-        return [label_text(label) for label in given]
+        labels = [label_text(label) for label in given]
+        for label in labels:
+            refuse_solution(label)
+        return labels
     except ValueError as error:
         raise ValueError(f"the label of {prompt.prompt_id}: {error}") from error
 

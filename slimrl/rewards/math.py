@@ -12,10 +12,15 @@ from slimrl.rewards.equality import Ask, is_label
 from slimrl.rewards.labels import checked_by, only_label
 from slimrl.rewards.latex import plain
 from slimrl.rewards.numerals import MAX_DIGITS
-from slimrl.rewards.texts import AnswerPlace
+from slimrl.rewards.texts import BOX, AnswerPlace
 
 MAX_SYMBOLIC_CHARACTERS = 300
 """A longer expression is not compared symbolically and counts as wrong."""
+
+MOST_WORDS = 50
+"""Of a label. The longest answers of published sets are lists of names, or a sentence."""
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+"""Neither a command of LaTeX nor letters of a formula"""
 
 _BOXED = AnswerPlace("boxed")
 
@@ -25,6 +30,13 @@ log = logging.getLogger(__name__)
 def final_answer(prompt: Prompt) -> str:
     """The label as text. Raises ValueError if it is none that a box could hold."""
     label = only_label(prompt)
+    if BOX in label:
+        raise ValueError(f"the label of {prompt.prompt_id}: it is a box; write what stands in it")
+    if len(_WORD.findall(label)) > MOST_WORDS:
+        raise ValueError(
+            f"the label of {prompt.prompt_id}: it has more than {MOST_WORDS} words, and so is a solution or a text; "
+            "name the column that has the final answer alone"
+        )
     if not re.search(r"\w|\\", plain(label), re.ASCII):
         raise ValueError(f"the label of {prompt.prompt_id}: {label!r} has no letter, digit or sign of mathematics")
     return label

@@ -42,6 +42,20 @@ SETS = {
         ],
         ["204", "33", "336", "25", "60"],
     ),
+    "math": (
+        [
+            {
+                "problem": "p",
+                "level": "Level 5",
+                "solution": "First $\\boxed{1}$, so $\\boxed{\\frac{1}{2}}$.",
+                "type": "A",
+            },
+            {"problem": "without braces", "solution": "It is $\\boxed 2$."},
+            {"problem": "another box", "solution": "It is $\\fbox{x+1}$."},
+            {"problem": "MATH-500", "solution": "so \\boxed{3}", "answer": "3", "unique_id": "test/1.json"},
+        ],
+        ["\\frac{1}{2}", "2", "x+1", "3"],
+    ),
     "deepscaler": (
         [
             {"problem": "Half of $x$?", "answer": "\\frac{1}{2}", "solution": "s"},
@@ -207,6 +221,9 @@ def test_a_problem_that_comes_many_times_is_written_once_and_one_with_two_answer
         ("aime", {"problem": "p", "answer": "-3"}, "'-3' is no integer"),
         ("aime", {"problem": "p", "solution": "so 25"}, "no answer, and the solution has none in a box"),
         ("aime", {"answer": "3"}, "no problem or question"),
+        ("math", {"problem": "p", "solution": "so 25"}, "the solution has no answer in a box"),
+        ("math", {"problem": "p", "solution": "so \\boxed{ }"}, "the solution has no answer in a box"),
+        ("math", {"solution": "\\boxed{1}"}, "no problem; the row has solution"),
         ("deepscaler", {"problem": "p", "answer": ["1"]}, "answer is ['1']"),
         ("deepscaler", {"problem": "p", "answer": None}, "no answer; the row has problem, answer"),
     ],

@@ -148,3 +148,42 @@ def test_finding_takes_linear_time():
         assert boxed(text) is None
         assert tagged(text, "a") is None
         assert fenced(text) in (None, "")
+
+
+GSM8K = "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72"
+MATH = "The denominator is 0 for $x=2$, so the asymptotes are at $2$ and $-2$: there are $\\boxed{2}$ of them."
+
+
+@pytest.mark.parametrize(
+    ("label", "told"), [(GSM8K, "prepare gsm8k FILE OUT"), (f"{GSM8K}\n", "prepare gsm8k"), (MATH, "prepare math FILE")]
+)
+def test_a_label_that_is_a_whole_solution_is_refused_with_what_takes_the_answer_out_of_it(label, told):
+    for reward in (boxed_exact, boxed_equivalent, ExactMatch(), F1()):
+        with pytest.raises(ValueError, match=rf"^the label of g: it is a whole solution, .*{told}"):
+            reward.check_prompt(asked(label))
+    with pytest.raises(ValueError, match="it is a whole solution"):
+        F1().check_prompt(asked(["72", label]))
+
+
+def test_a_box_or_a_text_is_no_final_answer_but_may_be_what_a_whole_text_is_compared_with():
+    words = " ".join(["word"] * 51)
+    for label, told in [("\\boxed{5}", "write what stands in it"), ("$\\boxed{5}$", "write what"), (words, "50 words")]:
+        for check in (boxed_exact.check_prompt, boxed_equivalent.check_prompt):
+            with pytest.raises(ValueError, match=rf"^the label of g: it .*{told}"):
+                check(asked(label))
+        ExactMatch().check_prompt(asked(label))
+        assert ExactMatch()(said(label), asked(label)) == 1.0
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "#1",
+        "#### is a heading\nand this the text below it",
+        " ".join(["word"] * 50),
+        r"\begin{pmatrix} " + r"\frac{ab}{cd} & \alpha \\ " * 30 + r"\end{pmatrix}",
+    ],
+)
+def test_other_labels_are_no_solutions(label):
+    for check in (boxed_exact.check_prompt, ExactMatch().check_prompt):
+        check(asked(label))

@@ -8,7 +8,7 @@ from slimrl_tools.exit_codes import exit_codes
 
 
 def prepare(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="gsm8k, dapo-math, aime or deepscaler.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="gsm8k, dapo-math, math, aime or deepscaler.")],
     file: Annotated[
         Path,
         typer.Argument(

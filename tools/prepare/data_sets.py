@@ -4,6 +4,8 @@ GSM8K (openai/gsm8k): `question`, and `answer`, whose last line is `#### 1,234`.
 DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k): `prompt`, one user message with an instruction around the problem, and
 `reward_model.ground_truth`. Each problem comes about a hundred times. In slime's copy (zhuzilin/dapo-math-17k), where
 each problem comes once: `prompt` with another instruction, and `label`.
+MATH (EleutherAI/hendrycks_math, HuggingFaceH4/MATH-500): `problem`, and `solution`, which has the answer in its last
+box; the second also has it as `answer`.
 AIME (Maxwell-Jia/AIME_2024, HuggingFaceH4/aime_2024, math-ai/aime25, gneubig/aime-1983-2024): a problem and an answer
 under names that differ, or a solution that ends with the boxed answer.
 DeepScaleR (agentica-org/DeepScaleR-Preview-Dataset): `problem` and `answer`, which is LaTeX.
@@ -17,6 +19,8 @@ from typing import Any
 from slimrl.rewards.texts import boxed
 
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_BARE_BOX = re.compile(r"\\boxed ([^{}$ ]+)(?=\$)")
+"""A box of one thing without braces, as a few solutions of MATH have it"""
 LARGEST_AIME = 999
 """Answers are integers from 0 to this."""
 
@@ -60,6 +64,17 @@ def dapo_math(row: dict[str, Any]) -> Problem:
     return Problem(text=text, answer=answer)
 
 
+def math(row: dict[str, Any]) -> Problem:
+    """Raises ValueError: a text is missing, or the solution has no answer in a box."""
+    if row.get("answer") is not None:
+        return Problem(text=_text(row, "problem"), answer=_text(row, "answer"))
+    solution = _text(row, "solution")
+    marked = _BARE_BOX.sub(r"\\boxed{\1}", solution.replace("\\fbox", "\\boxed"))
+    if not (answer := (boxed(marked) or "").strip()):
+        raise ValueError("the solution has no answer in a box")
+    return Problem(text=_text(row, "problem"), answer=answer)
+
+
 def aime(row: dict[str, Any]) -> Problem:
     """Raises ValueError: the problem is missing, or the answer is no integer of a contest."""
     columns = {name.lower(): value for name, value in row.items()}
@@ -84,6 +99,7 @@ def deepscaler(row: dict[str, Any]) -> Problem:
 DATA_SETS: dict[str, Callable[[dict[str, Any]], Problem]] = {
     "gsm8k": gsm8k,
     "dapo-math": dapo_math,
+    "math": math,
     "aime": aime,
     "deepscaler": deepscaler,
 }
