@@ -612,6 +612,12 @@ _verl(
     "def halve(x):\n    return x // 2",
     "def halve(x):\n    return 2",
 )
+_verl(
+    "an `if` that raises AssertionError",
+    ["for n in (1, 5):\n    if twice(n) != 2 * n:\n        raise AssertionError(n)"],
+    "def twice(n):\n    return 2 * n",
+    "def twice(n):\n    return 2",
+)
 
 
 def table() -> list[str]:

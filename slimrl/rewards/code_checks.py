@@ -2,8 +2,8 @@
 
 This needs the standard library only, since the sandbox runs the file too, in the process that judges.
 
-1. A check is an `assert` statement, or a statement that calls something named `assert...` or `raises`, alone or in a
-   `with`: unittest, numpy.testing, pytest.
+1. A check is an `assert` statement, an `if` that raises AssertionError, or a statement that calls something named
+   `assert...` or `raises`, alone or in a `with`: unittest, numpy.testing, pytest.
 2. It is reached if it stands outside of functions, in a function `test...`, in a class of tests, or in what these use.
    A test without a reached check is refused. One that is run counts the checks that hold (`counted`).
 3. A name that a test uses and does not define is Python's own if Python has it, else the program's (`Sources`).
@@ -153,13 +153,6 @@ def counted(text: str) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-def without(text: str, name: str) -> str:
-    """Code without its definition of a function or class: the unfinished one that a prompt has."""
-    tree = parsed(text)
-    tree.body = [node for node in tree.body if not (isinstance(node, Definition.__value__) and node.name == name)]
-    return ast.unparse(tree)
-
-
 class _Counted(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST | list[ast.AST]:
         if isinstance(node, ast.Expr) and _begins_a_run(node.value):
@@ -186,7 +179,17 @@ def is_check(node: ast.AST) -> bool:
         return _is_check_call(node.value)
     if isinstance(node, ast.With):
         return any(_is_check_call(item.context_expr) for item in node.items)
+    if isinstance(node, ast.If):
+        return _fails(node.body) or _fails(node.orelse)
     return isinstance(node, ast.Assert)
+
+
+def _fails(branch: Sequence[ast.stmt]) -> bool:
+    """Whether a branch ends with `raise AssertionError`."""
+    match branch:
+        case [*_, ast.Raise(exc=ast.Name(id=name) | ast.Call(func=ast.Name(id=name)))]:
+            return name == "AssertionError"
+    return False
 
 
 def _is_check_call(node: ast.expr) -> bool:

@@ -19,18 +19,20 @@ import json
 import pickletools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from slimrl.data.strict_json import strict_json
 from slimrl.data.trajectory import Prompt
-from slimrl.rewards.code_checks import BEGUN, Code, Sources, check_test, parsed, sources, without
+from slimrl.rewards.code_checks import BEGUN, Code, Sources, check_test, parsed, sources
 from slimrl.rewards.code_refusals import refuse_what_is_apart
 
 MAX_UNPACKED_BYTES = 256 * 1024**2
 """The most bytes of LiveCodeBench's compressed tests."""
 PRELUDE = "".join(f"from {module} import *\nimport {module}\n" for module in BEGUN)
 """What programs that are called by name need not import: the begun programs of LeetCode, APPS and TACO count on it."""
+NAMED = "give the bare name, such as `add` of `def add(a, b)`, also for a method of Solution"
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 _BEGINNING = (*_DEFINING, ast.Assign, ast.AnnAssign)
 _TEXTS = ("test_list", "challenge_test_list")
@@ -163,7 +165,7 @@ def _of_cases(where: str, cases: Sequence[Any], row: Mapping[str, Any]) -> Tests
         inner = cases[0].get("metadata")
         function = _function({**row, **inner} if isinstance(inner, dict) else row)
         if not function:
-            raise ValueError(f"{where}: functional tests need the function's name, metadata.func_name")
+            raise ValueError(f"{where}: functional tests need the function's name, metadata.func_name; {NAMED}")
     pairs = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
     return _of_pairs(where, pairs, function)
 
@@ -177,7 +179,7 @@ def _function(row: Mapping[str, Any]) -> str:
         for key in ("fn_name", "func_name"):
             name = given.get(key)
             if name is not None and not (isinstance(name, str) and name.isidentifier()):
-                raise ValueError(f"{key}: {_shown(name)} is no name of a function")
+                raise ValueError(f"{key}: {_shown(name)} is no name of a function; {NAMED}")
             if name:
                 return name
     return ""
@@ -191,7 +193,10 @@ def _of_pairs(where: str, value: Mapping[str, Any], function: str) -> Cases | Ca
         raise ValueError(f"{where}: has {len(inputs)} inputs and {len(outputs)} outputs")
     if function:
         return Calls(function, _calls(where, inputs, outputs))
-    texts = [_each(f"{where}.{key}", value[key], _lines) for key in ("inputs", "outputs")]
+    try:
+        texts = [_each(f"{where}.{key}", value[key], _lines) for key in ("inputs", "outputs")]
+    except ValueError as error:
+        raise ValueError(f"{error}. For calls of a function add its name, as fn_name; {NAMED}") from error
     if not any(text.strip() for text in texts[1]):
         raise ValueError(f"{where}: no output has any text, so a program that prints nothing would be right")
     return Cases(list(zip(*texts, strict=True)))
@@ -248,7 +253,7 @@ def _of_texts(where: str, texts: Sequence[Any], row: Mapping[str, Any]) -> Texts
     before = _code(setup, _DEFINING) if "class " in setup else ""
     if entry:
         _check_entry(entry)
-        prompt = without(_code(row["prompt"], _BEGINNING), _root(entry))
+        prompt = _code(row["prompt"], _BEGINNING, without=_root(entry))
         before, setup = PRELUDE + prompt, f"{prompt}\n{setup}"
     try:
         begun = Code(setup)
@@ -260,7 +265,7 @@ def _of_texts(where: str, texts: Sequence[Any], row: Mapping[str, Any]) -> Texts
         if not isinstance(text, str):
             raise ValueError(f"{place}: must be a text, not {_shown(text)}")
         try:
-            found.append(_with_call(Code(text), entry))
+            found.append(_test(text, entry))
             check_test(found[-1], begun)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
@@ -273,10 +278,15 @@ def _of_texts(where: str, texts: Sequence[Any], row: Mapping[str, Any]) -> Texts
     return Texts([test.text for test in found], setup.strip(), before, names)
 
 
-def _with_call(test: Code, entry: str) -> Code:
-    """A test whose `check(candidate)` is called."""
-    called = not entry or "check" in test.read or "check" not in test.defined
-    return test if called else Code(f"{test.text}\n\ncheck({entry})\n")
+def _test(text: str, entry: str) -> Code:
+    """A test; one that defines `check(candidate)` and does not call it, with the call."""
+    if entry and "check" in text:
+        with suppress(ValueError):  # which the text alone raises too
+            test = Code(f"{text}\n\ncheck({entry})\n")
+            read = [node.id for node in test.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+            if "check" in test.defined and read.count("check") == 1 + (_root(entry) == "check"):
+                return test
+    return Code(text)
 
 
 def _check_entry(entry: str) -> None:
@@ -294,13 +304,18 @@ def _root(entry: str) -> str:
     return entry.partition(".")[0].partition("(")[0].strip()
 
 
-def _code(text: Any, kept: tuple[type[ast.stmt], ...]) -> str:
-    """The statements of these kinds in code; empty for a text in words, as most prompts but HumanEval's are."""
+def _code(text: Any, kept: tuple[type[ast.stmt], ...], without: str = "") -> str:
+    """The statements of these kinds in code, but for the definition of one name: the unfinished one that a prompt has.
+    Empty for a text in words, as most prompts but HumanEval's are."""
     try:
         tree = parsed(text)
     except (ValueError, TypeError):
         return ""
-    tree.body = [node for node in tree.body if isinstance(node, kept)]
+    tree.body = [
+        node
+        for node in tree.body
+        if isinstance(node, kept) and not (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == without)
+    ]
     try:
         return ast.unparse(tree)
     except RecursionError as error:

@@ -7,6 +7,7 @@ import json
 import pickle
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
 from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
 from slimrl.data.prompts import read_prompts
+from slimrl.rewards import code_checks, code_tests
 from slimrl.rewards.code import CodeTests, program_block, same_output
-from slimrl.rewards.code_checks import Code, sources
+from slimrl.rewards.code_checks import Code, counted, parsed, sources
 from slimrl.rewards.code_tests import PRELUDE, Calls, Cases, Texts, read_tests
 from slimrl.rewards.loading import Supplies, load_rewards, refuse_unjudged
 
@@ -125,7 +127,12 @@ def test_a_label_names_no_module_that_is_imported_where_it_is_read(tmp_path, mon
         ({"inputs": [], "outputs": []}, "label: has 0 inputs and 0 outputs"),
         ({"inputs": ["1"], "outputs": []}, "label: has 1 inputs and 0 outputs"),
         ({"inputs": "1", "outputs": "2"}, "label: inputs and outputs must be lists"),
-        ({"inputs": [3], "outputs": ["3"]}, r"label\.inputs\[0\]: must be a text or a list of lines, not 3"),
+        ({"inputs": [3], "outputs": ["3"]}, r"label\.inputs\[0\]: must be a text or a list of lines, not 3. For calls of a function add its name, as fn_name; give the bare name"),
+        ({"inputs": [[1, 2]], "outputs": [[3]]}, r"label\.inputs\[0\]: must be a text or a list of lines, not \[1, 2\]. For calls of a function add its name, as fn_name; give"),
+        ({"fn_name": "Solution().add", "inputs": [[3]], "outputs": [[3]]}, r'fn_name: "Solution\(\).add" is no name of a function; give the bare name, such as `add`'),
+        ("if f(1) != 2:\n    raise ValueError", "label: has no assert"),
+        ("if f(1) != 2:\n    print(AssertionError)", "label: has no assert"),
+        ("def helper():\n    if f(1) != 2:\n        raise AssertionError", "line 1: helper is never called"),
         ({"inputs": ["3"], "outputs": [["3", None]]}, r"label\.outputs\[0\]: must be a text or a list of lines"),
         ({"inputs": ["3", "4"], "outputs": ["", " \n"]}, "label: no output has any text"),
         ({"fn_name": 3, "inputs": [[3]], "outputs": [[3]]}, "fn_name: 3 is no name of a function"),
@@ -133,7 +140,7 @@ def test_a_label_names_no_module_that_is_imported_where_it_is_read(tmp_path, mon
         ({"fn_name": "f", "inputs": ["3", "x"], "outputs": ["3", "4"]}, r"label\.inputs\[1\]: begins as JSON does and is none"),
         ('{"inputs": ["3"], "outputs": ["3"]', "label: begins as JSON does and is none"),
         ([{"input": "1", "output": "2"}], r"label\[0\]: must be an object with input, output and testtype"),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], r"functional tests need the function's name, metadata\.func_name"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], r"functional tests need the function's name, metadata\.func_name; give the bare name"),
         ([{"input": "1", "output": "2", "testtype": "file"}], "testtype must be stdin in all cases, or functional"),
         (CHECK, "label: line 1: check is never called, so nothing is checked; `entry_point` names what to call it with"),
         ("def helper(x):\n    assert f(x)\nhelper2 = 3", "line 1: helper is never called"),
@@ -210,6 +217,9 @@ def test_code_that_python_warns_of_is_read_without_a_word():
         "xs = [1]\nf(xs)\nassert f([2]) == 3",
         "try:\n    f(1)\n    assert False\nexcept ValueError:\n    assert isinstance(f(2), int)",
         "if __name__ == '__main__':\n    assert f(1) == 2",
+        "if f(1) != 2:\n    raise AssertionError",
+        "found = f(1)\nif found == 2:\n    pass\nelse:\n    print(found)\n    raise AssertionError(f'{found} is not 2')",
+        "def test_f():\n    for i in range(3):\n        if f(i) != 2 * i:\n            raise AssertionError(i)",
         "class TestF:\n    def test_f(self):\n        assert f(1) == 2",
         "import unittest\nclass A(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)\nif __name__ == '__main__':\n    unittest.main()",
         "import numpy as np\nnp.testing.assert_allclose(f(1), 2)",
@@ -370,3 +380,47 @@ def test_the_table_of_the_docs_has_every_row():
     assert text.splitlines() == table()
     assert len(ITEMS) >= 60
     assert len({(item.source, item.form) for item in ITEMS}) == len(ITEMS)
+
+
+CHECKED = "def check(candidate):\n    assert candidate(1) == 2\n"
+
+
+@pytest.mark.parametrize(
+    ("label", "row", "counts"),
+    [
+        (CHECKED, {"entry_point": "f"}, {"assert candidate": 1, "def f(a)": 1}),
+        (f"{CHECKED}check(f)\n", {"entry_point": "f"}, {"assert candidate": 2}),
+        ("assert f(1) == 2", {}, {"assert f(1)": 1}),
+        (["assert f(1) == 2", "assert f(2) == 3"], {}, {"assert f(1)": 1, "assert f(2)": 1}),
+    ],
+)
+def test_a_text_of_a_row_is_parsed_once_and_again_only_if_it_calls_its_check_itself(monkeypatch, label, row, counts):
+    texts = []
+
+    def noted(text):
+        texts.append(text)
+        return parsed(text)
+
+    for module in (code_checks, code_tests):
+        monkeypatch.setattr(module, "parsed", noted)
+    read_tests(asked(label, "import math\ndef f(a):\n    pass\n", **row))
+    assert {mark: sum(mark in text for text in texts) for mark in counts} == counts
+
+
+@pytest.mark.parametrize(
+    "looks",
+    ["redirect_stdout(a)", "a.redirect_stdout(a)", "g().redirect_stdout", "a.b.sys.stdout", "g('builtins.print')"],
+)
+def test_every_way_to_look_at_what_is_printed_is_refused(looks):
+    with pytest.raises(ValueError, match="looks at what is printed"):
+        read_tests(asked(f"shown = {looks}\nassert f(shown) == 1"))
+    read_tests(asked(f"shown = {looks.replace('print', 'x').replace('stdout', 'y')}\nassert f(shown) == 1"))
+
+
+@pytest.mark.parametrize(("result", "checks"), [(2, 1), (3, 0)])
+def test_an_if_that_did_not_raise_counts_as_a_check_that_held(result, checks):
+    held = []
+    names = {"f": lambda _: result, "__checked__": lambda: held.append(1)}
+    with suppress(AssertionError):
+        exec(compile(counted("if f(1) != 2:\n    raise AssertionError"), "<test>", "exec"), names)
+    assert len(held) == checks
