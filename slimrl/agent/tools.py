@@ -14,9 +14,10 @@ import itertools
 import json
 import typing
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pydantic
@@ -25,6 +26,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.supplied import Supplied
 from slimrl.agent.tool_answer import answer_text
 from slimrl.agent.tool_schema import tool_schema
+from slimrl.config.docstrings import docstring_problems
 from slimrl.data.import_path import parameters_of_type, resolve
 from slimrl.data.rows import BrokenRows
 from slimrl.data.threads import ReusedThreads, reportable
@@ -145,13 +147,17 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
     if not inspect.isroutine(function):
         raise ValueError(f"{function!r}: a tool is a function")
     options = getattr(function, "tool_options", ToolOptions())
+    if problem := _unresolved(function):
+        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {problem}")
     try:
         info, sandbox = (parameters_of_type(function, kind) for kind in (EpisodeInfo, SandboxPool))
         _refuse_open_parameters(function)
         fixed = {
             name: value for name, value in (arguments or {}).items() if name in inspect.signature(function).parameters
         }
-        schema = tool_schema(function, [*info, *sandbox, *fixed])
+        hidden = [*info, *sandbox, *fixed]
+        _refuse_docstring(function, hidden)
+        schema = tool_schema(function, hidden)
         checked = pydantic.validate_call(function)
     except NameError as error:
         raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {error}") from error
@@ -171,6 +177,28 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
         sandbox_parameters=sandbox,
         fixed=fixed,
     )
+
+
+def _unresolved(function: Callable[..., Any]) -> str | None:
+    """The problem of the first annotation that names what the function's module does not have; None without one."""
+    given = inspect.unwrap(function)
+    for name, hint in getattr(given, "__annotations__", {}).items():
+        try:
+            typing.get_type_hints(SimpleNamespace(__annotations__={name: hint}), getattr(given, "__globals__", {}))
+        except (NameError, AttributeError, TypeError, SyntaxError) as error:
+            what = "what it returns" if name == "return" else f"its parameter {name}"
+            said = hint if isinstance(hint, str) else inspect.formatannotation(hint)
+            return (
+                f"the annotation {said} of {what} cannot be resolved: {error}. Import or define it in the tool's module"
+            )
+    return None
+
+
+def _refuse_docstring(function: Callable[..., Any], hidden: Collection[str]) -> None:
+    shown = [name for name in inspect.signature(function).parameters if name not in hidden]
+    told = inspect.getdoc(function)
+    if told and (problem := next(docstring_problems(told, shown), None)):
+        raise ValueError(f"tool {function.__module__}:{function.__qualname__}: {problem}")
 
 
 def _unknown_type(function: Callable[..., Any]) -> str | None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from slimrl.config.docstrings import docstring_problems
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_CALLABLE: dict[type[ast.AST], str] = {
     ast.Constant: "a value",
@@ -32,6 +34,7 @@ as `(args, sample)` for slime and `(prompts, completions)` for TRL"""
 
 _UNPACK = re.compile(r"Unpack\[(\w+)\]")
 _KINDS = inspect._ParameterKind
+_TAKES_SELF = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.VAR_POSITIONAL)
 
 
 def called_wrongly(
@@ -64,12 +67,15 @@ def _class_called_wrongly(
         return None
     methods = {part.name: part for part in node.body if isinstance(part, FUNCTIONS)}
     for name, (by_place, by_name) in {"__init__": ((), names), "__call__": (places, {})}.items():
-        parameters = _parameters(methods[name]) if name in methods else None
-        if parameters and parameters[0].kind is not _KINDS.VAR_POSITIONAL:  # which takes the object and more
-            parameters = parameters[1:]
-        if parameters and fields is not None:
+        parameters = _method_parameters(methods[name]) if name in methods else None
+        if parameters is not None and not _is_static(methods[name]):
+            if not parameters or parameters[0].kind not in _TAKES_SELF:
+                return f"its {name} has no parameter self."
+            if parameters[0].kind is not _KINDS.VAR_POSITIONAL:  # which takes the object and more
+                parameters = parameters[1:]
+        if parameters is not None and fields is not None:
             parameters = [*chain.from_iterable(_unpacked(each, fields) for each in parameters)]
-        if parameters and (problem := _unbindable(parameters, by_place, by_name)):
+        if parameters is not None and (problem := _unbindable(parameters, by_place, by_name)):
             return problem
     return None
 
@@ -87,7 +93,8 @@ def other_order(node: ast.AST) -> str | None:
     prompt, or these the other way round; None else."""
     if isinstance(node, ast.ClassDef):
         calls = [part for part in node.body if isinstance(part, FUNCTIONS) and part.name == "__call__"]
-        parameters = (_parameters(calls[0]) or [])[1:] if calls else []
+        parameters = (_method_parameters(calls[0]) or []) if calls else []
+        parameters = parameters if calls and _is_static(calls[0]) else parameters[1:]
     else:
         parameters = _parameters(node) or []
     names = [each.name for each in parameters if each.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
@@ -107,6 +114,7 @@ def tool_problems(node: ast.AST, fixed: Collection[str]) -> Iterator[str]:
     told = ast.get_docstring(node) or ""
     if not told:
         yield "has no docstring, from which the model is told what the tool does."
+    described = []
     for each in parameters:
         if each.name in fixed or each.annotation in SUPPLIED:
             continue
@@ -114,8 +122,10 @@ def tool_problems(node: ast.AST, fixed: Collection[str]) -> Iterator[str]:
             yield f"has the parameter {each}, which no schema can describe to the model."
         elif each.annotation is each.empty:
             yield f"its parameter {each.name} has no annotation, from which the model is told its type."
-        elif told and not re.search(rf"^\s*{re.escape(each.name)}\s*(?:\(.*\))?:", told, re.MULTILINE):
-            yield f"its docstring does not describe {each.name} in a section `Args:`."
+        else:
+            described.append(each.name)
+    if told:
+        yield from docstring_problems(told, described)
 
 
 def is_judged(node: ast.AST) -> bool:
@@ -133,7 +143,20 @@ def _parameters(node: ast.AST) -> list[inspect.Parameter] | None:
     their text."""
     if not (isinstance(node, ast.Lambda) or is_judged(node)):
         return None
-    given = node.args  # type: ignore[attr-defined]
+    return _of_arguments(node.args)  # type: ignore[attr-defined]
+
+
+def _method_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[inspect.Parameter] | None:
+    """The same of a method, which may be static or of its class."""
+    known = all(_keeps(one) or ast.unparse(one) in ("staticmethod", "classmethod") for one in node.decorator_list)
+    return _of_arguments(node.args) if known else None
+
+
+def _is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(one) == "staticmethod" for one in node.decorator_list)
+
+
+def _of_arguments(given: ast.arguments) -> list[inspect.Parameter]:
     of_place = [*given.posonlyargs, *given.args]
     required = len(of_place) - len(given.defaults)
     found = [

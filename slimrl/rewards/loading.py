@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from slimrl.config.problems import suggestion
@@ -169,9 +170,14 @@ def refuse_unjudged(prompts: Sequence[Prompt], rewards: Rewards) -> list[str]:
 
 def _check_call(path: str, target: Callable[..., Any], places: Sequence[str], arguments: dict[str, Any]) -> None:
     """Raises ValueError if the target cannot be called with these arguments, as far as its signature is known."""
+    method = inspect.getattr_static(type(target), "__call__", None)
+    is_ours = isinstance(method, FunctionType | staticmethod | classmethod)
     try:
-        signature = inspect.signature(target)
-    except ValueError:
+        # Of an object whose __call__ is static, Python would leave out the first parameter.
+        signature = inspect.signature(target.__call__ if is_ours else target)
+    except ValueError as error:
+        if is_ours:
+            raise ValueError(f"{path}: its __call__ has no parameter self") from error
         return  # some functions written in C have none
     try:
         signature.bind(*places, **arguments)

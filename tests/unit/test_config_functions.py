@@ -170,7 +170,7 @@ def good(place: str, info: EpisodeInfo, corpus, *, most: int = 3) -> str:
 
     Args:
         place: Where.
-        most (int): How many.
+        most: How many.
     '''
 
 @tool(pure=True)

@@ -123,6 +123,15 @@ def takes_what_is_nowhere(value: "Nowhere") -> str:  # noqa: F821
     return str(value)
 
 
+def returns_what_is_nowhere(value: int) -> "json.Nowhere":
+    """Speak.
+
+    Args:
+        value: Of no type.
+    """
+    return str(value)
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
@@ -132,7 +141,15 @@ def takes_what_is_nowhere(value: "Nowhere") -> str:  # noqa: F821
         (functools.partial(scale, 2), "scale.*: a tool is a function"),
         (functools.cache(scale), "tool .*:scale: .*functions, not instances"),
         (takes_a_speaker, "tool .*:takes_a_speaker: its parameter speaker is annotated with Speaker, which no schema"),
-        (takes_what_is_nowhere, "tool .*:takes_what_is_nowhere: name 'Nowhere' is not defined"),
+        (
+            takes_what_is_nowhere,
+            "tool .*:takes_what_is_nowhere: the annotation Nowhere of its parameter value cannot be resolved: "
+            "name 'Nowhere' is not defined. Import or define it",
+        ),
+        (
+            returns_what_is_nowhere,
+            r"tool .*: the annotation json.Nowhere of what it returns cannot be resolved: module 'json' has no",
+        ),
     ],
 )
 def test_what_makes_no_tool_is_refused(function, problem):
