@@ -12,7 +12,12 @@ from typing import Any
 import pydantic
 
 SAID = "A tool returns a text, or what JSON can say: None, true, false, finite numbers, lists and dicts of such."
+NOT_FINITE = "returned NaN or infinity, which is no number"
 AS_TEXT = (decimal.Decimal, PurePath, uuid.UUID)
+
+
+class NotFinite(ValueError):
+    """What a tool returned could be told but for NaN or infinity in it, which follow from what the model asked."""
 
 
 def answer_text(value: Any) -> str:
@@ -22,7 +27,8 @@ def answer_text(value: Any) -> str:
     lists and texts that they stand for.
 
     Raises:
-        ValueError: it is neither text nor JSON, such as bytes or NaN.
+        NotFinite: it has NaN or infinity, which JSON does not have.
+        ValueError: it is neither text nor JSON, such as bytes.
     """
     if isinstance(value, str):
         return str.__str__(value)  # of an enumeration of texts its value
@@ -31,7 +37,17 @@ def answer_text(value: Any) -> str:
     except RecursionError as error:
         raise ValueError(f"returned {type(value).__name__} that is nested too deep. {SAID}") from error
     except (TypeError, ValueError) as error:
+        if isinstance(error, ValueError) and _is_json_but_for_numbers(value):
+            raise NotFinite(NOT_FINITE) from error
         raise ValueError(f"returned {type(value).__name__}: {error}. {SAID}") from error
+
+
+def _is_json_but_for_numbers(value: Any) -> bool:
+    try:
+        json.dumps(value, default=_plain)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:

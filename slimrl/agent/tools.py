@@ -24,7 +24,7 @@ import pydantic
 
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.supplied import Supplied
-from slimrl.agent.tool_answer import answer_text
+from slimrl.agent.tool_answer import NotFinite, answer_text
 from slimrl.agent.tool_schema import tool_schema
 from slimrl.config.docstrings import docstring_problems
 from slimrl.data.import_path import parameters_of_type, resolve
@@ -308,7 +308,8 @@ class ToolBox:
             timeout_s: deadline of each attempt.
 
         Raises:
-            ToolError: an unknown tool, wrong arguments, the tool's own ToolError or ValueError, or no answer in time.
+            ToolError: an unknown tool, wrong arguments, the tool's own ToolError or ValueError, NaN or infinity in what
+                it returned, or no answer in time.
             ToolCrash: the tool raised anything else, or returned what is no text, also in its last attempt.
         """
         tool = self._tools.get(name)
@@ -379,6 +380,8 @@ def _answer(name: str, done: "asyncio.Future[Any]") -> str:
         case None:
             try:
                 return answer_text(done.result())
+            except NotFinite as not_finite:
+                raise ToolError(f"{name} {not_finite}") from not_finite
             except ValueError as unsayable:
                 raise ToolCrash(f"tool {name}: {unsayable}") from unsayable
         case pydantic.ValidationError():
