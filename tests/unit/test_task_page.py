@@ -1,16 +1,19 @@
 """The task of docs/tasks.md, made of the page's own blocks."""
 
 import importlib.util
+import json
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from slimrl.agent.call_schemas import refuse_wrong_calls
 from slimrl.agent.tools import make_tool
 from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
-from slimrl.data.prompts import read_prompts
+from slimrl.data.prompts import read_conversations, read_prompts
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -109,3 +112,25 @@ def test_its_rewards_of_turns_are_one_for_each(clock: ModuleType):
     )
     scored = clock.reward_by_turn(trajectory, Prompt(prompt_id="g", messages=asked, label=205))
     assert (scored.reward, scored.turn_rewards) == ({"answer": 1.0, "brevity": 0.1}, [0.1, 0.0, 0.0])
+
+
+def test_the_schemas_of_its_tools_are_what_conversations_may_have(
+    task: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The snippet of docs/data_formats.md."""
+    monkeypatch.syspath_prepend(str(task))
+    monkeypatch.delitem(sys.modules, "clock", raising=False)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data_formats.md").read_text(), re.DOTALL)
+    exec(snippet, {})
+    tools = json.loads(capsys.readouterr().out)
+    assert [(tool["function"]["name"], [*tool["function"]["parameters"]["properties"]]) for tool in tools] == [
+        ("minutes", ["time"])
+    ]
+    call = {"function": {"name": "minutes", "arguments": {"time": "09:40"}}}
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    (task / "sft.jsonl").write_text(json.dumps(row | {"tools": tools}) + "\n")
+    (conversation,) = read_conversations(task / "sft.jsonl")
+    refuse_wrong_calls(conversation.messages, conversation.tools)
+    call["function"]["arguments"] = {"hour": 9}
+    with pytest.raises(ValueError, match="of minutes: malformed tool call"):
+        refuse_wrong_calls(row["messages"], conversation.tools)
