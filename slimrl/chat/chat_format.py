@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from slimrl.chat.completeness import Completeness
+from slimrl.chat.completeness import Completeness, in_message
 from slimrl.chat.left_out import LeftOut
 from slimrl.chat.parts import said_parts, thinking_and_words
 from slimrl.chat.template import PROBE_TOOL, ChatTemplate, Messages, Schemas
@@ -60,7 +60,8 @@ class ChatFormat:
         self.stop_token_ids = tuple(stop_token_ids)
         self._questions: dict[str, str] = {}
         """Rendered question to a model for each set of tools, by their schemas as JSON"""
-        self._whole = Completeness(template, self.written_turn)
+        self._stop_texts = [template.decode([token]) for token in stop_token_ids]
+        self._whole = Completeness(template, self.written_turn, self._stop_texts)
 
     def token_id(self, text: str) -> int | None:
         """Id of a text that is one token, such as the marker at the end of a call; None if it is several."""
@@ -208,14 +209,14 @@ class ChatFormat:
                 "goes on from its prompts in model.chat_template, or set a variable of this one in "
                 "agent.chat_template_kwargs, such as one that turns thinking off"
             )
-        ends = [(text.find(stop), stop) for stop in map(self._stop_text, self.stop_token_ids)]
+        ends = [(text.find(stop), stop) for stop in self._stop_texts]
         found = [(position, stop) for position, stop in ends if position >= 0]
         if found:
             position, stop = min(found)
             return text[: position + len(stop)]
         end = self._end_of_calls if messages[-1].get("tool_calls") else self._end_of_answer
         if end is None:
-            stops = ", ".join(repr(self._stop_text(token)) for token in self.stop_token_ids)
+            stops = ", ".join(map(repr, self._stop_texts))
             raise ValueError(
                 f"the chat template writes none of the model's stop tokens after a turn: {stops}. Name those that it "
                 "writes in agent.stop_token_ids, or another template in model.chat_template"
@@ -246,27 +247,30 @@ class ChatFormat:
             if number == 0:
                 raise ValueError("messages[0] is the assistant's; a conversation begins with a user or system message")
             prompt = self.template.render(messages[:number], schemas, generate=True)
-            self._whole.require_told(messages[:number], schemas, prompt)
-            try:
-                self._refuse_stops_in(message)
-                turn = self._written_after(prompt, messages[: number + 1], schemas)
-                self._refuse_tags(messages[: number + 1], schemas, prompt, turn)
-                self._whole.require_turn(messages[: number + 1], schemas, turn)
-            except ValueError as error:
-                raise ValueError(f"messages[{number}]: {error}") from error
             added = _rest(sequences[-1].text, prompt) if sequences else None
             if added is None:
-                sequences.append(_Sequence())
+                sequences.append(_Sequence(since=sequences[-1].end if sequences else 0))
                 added = prompt
-            sequences[-1].add(added, self.template.encode(added), learned=False)
-            sequences[-1].add(turn, self.template.encode(turn), learned=True)
+            growing = sequences[-1]
+            # Tools stand before the first turn of a sequence.
+            self._whole.require_told(messages[:number], None if growing.text else schemas, growing.end, added)
+            growing.end = number + 1
+            with in_message(number):
+                self._refuse_stops_in(message)
+                turn = self._written_after(prompt, messages[: growing.end], schemas)
+                self._refuse_tags(messages[: growing.end], schemas, prompt, turn)
+                self._whole.require_turn(messages[: growing.end], schemas, turn)
+            growing.add(added, self.template.encode(added), learned=False)
+            growing.add(turn, self.template.encode(turn), learned=True)
+        for sequence in sequences:
+            self._whole.require_sequence(messages[: sequence.end], schemas, sequence.since)
         return [(sequence.tokens, sequence.mask) for sequence in sequences]
 
     def _refuse_stops_in(self, message: dict[str, Any]) -> None:
         """Raises ValueError if the words of a turn would end it."""
         parts = [message.get("content"), message.get("reasoning_content"), *(message.get("tool_calls") or ())]
         words = json.dumps(parts, ensure_ascii=False, default=str)
-        for stop in map(self._stop_text, self.stop_token_ids):
+        for stop in self._stop_texts:
             if stop in words:
                 raise ValueError(f"its text holds {stop!r}, which ends a turn")
 
@@ -329,7 +333,7 @@ class ChatFormat:
         return self._first_stop(text[calls_end:])
 
     def _first_stop(self, text: str) -> str | None:
-        stops = [stop for stop in map(self._stop_text, self.stop_token_ids) if stop in text]
+        stops = [stop for stop in self._stop_texts if stop in text]
         return min(stops, key=text.index, default=None)
 
     def _stop_text(self, token: int) -> str:
@@ -337,9 +341,15 @@ class ChatFormat:
 
 
 class _Sequence:
-    """The text, tokens and mask of a conversation that grows."""
+    """The text, tokens and mask of a conversation that grows.
 
-    def __init__(self) -> None:
+    Args:
+        since: the first message that no sequence before it holds.
+    """
+
+    def __init__(self, since: int) -> None:
+        self.since = self.end = since
+        """`end` is where its messages end"""
         self.text = ""
         self.tokens: list[int] = []
         self.mask: list[bool] = []

@@ -6,12 +6,12 @@ looks together find that:
 1. Each text is looked for in the rendering itself. What depends on a text is found so, such as a template that takes
    what follows a tag for the whole answer.
 2. A short text may stand there for another reason. So a conversation of the same shape, with words that occur nowhere
-   else, is rendered too, once for each shape.
+   else, is rendered too, once for each shape. Turns that go on from one another are looked for in one rendering: a
+   rendering for each would cost as much as reading them.
 """
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
 
 from slimrl.chat.parts import Part, with_marker_words
 from slimrl.chat.template import PROBE_TOOL, Messages, Schemas
@@ -30,27 +30,48 @@ class LeftOut:
     """
 
     def __init__(self, write: Write, parts: PartsOf) -> None:
-        self._write, self._parts = write, parts
-        self._by_shape: dict[bytes, list[str]] = {}
+        self._parts = parts
+        self._by_shape = ByShape(lambda messages, tools, _: missing(parts(messages, tools), write(messages, tools)))
 
     def of(self, messages: Messages, schemas: Schemas, text: str) -> list[str]:
-        """Names of the parts that are missing from the conversation's rendering.
+        """Names of the parts that are missing from the conversation's rendering, by both looks.
 
         Raises:
             ValueError: the template refuses a conversation of this shape.
         """
-        missing = _missing(self._parts(messages, schemas), text)
-        return list(dict.fromkeys(missing + self._of_shape(with_marker_words(messages), bool(schemas))))
+        return list(dict.fromkeys(self.of_text(messages, schemas, text) + self.of_shape(messages, schemas)))
 
-    def _of_shape(self, messages: list[dict[str, Any]], has_tools: bool) -> list[str]:
-        key = hashlib.blake2b(repr((messages, has_tools)).encode(), digest_size=16).digest()
-        if key not in self._by_shape:
-            if len(self._by_shape) >= MOST_KEPT:
-                self._by_shape.clear()
-            tools = [PROBE_TOOL] if has_tools else None
-            self._by_shape[key] = _missing(self._parts(messages, tools), self._write(messages, tools))
-        return self._by_shape[key]
+    def of_text(self, messages: Messages, schemas: Schemas, text: str) -> list[str]:
+        """The first look alone."""
+        return missing(self._parts(messages, schemas), text)
+
+    def of_shape(self, messages: Messages, schemas: Schemas) -> list[str]:
+        """The second look alone. Raises ValueError as `of` does."""
+        return self._by_shape.of(messages, schemas)
 
 
-def _missing(parts: list[Part], text: str) -> list[str]:
+class ByShape:
+    """Answers about conversations that are remembered by their shape.
+
+    Args:
+        find: names of the parts that are left out of (messages of marker words, tools, the index `since`).
+    """
+
+    def __init__(self, find: Callable[[Messages, Schemas, int], list[str]]) -> None:
+        self._find = find
+        self._known: dict[bytes, list[str]] = {}
+
+    def of(self, messages: Messages, schemas: Schemas, since: int = 0) -> list[str]:
+        """The answer for a conversation, of which the messages from `since` on matter."""
+        marked, has_tools = with_marker_words(messages), bool(schemas)
+        key = hashlib.blake2b(repr((marked, has_tools, since)).encode(), digest_size=16).digest()
+        if key not in self._known:
+            if len(self._known) >= MOST_KEPT:
+                self._known.clear()
+            self._known[key] = self._find(marked, [PROBE_TOOL] if has_tools else None, since)
+        return self._known[key]
+
+
+def missing(parts: list[Part], text: str) -> list[str]:
+    """Names of the parts that do not stand in the text."""
     return [part.name for part in parts if not part.stands_in(text)]

@@ -21,7 +21,7 @@ _SAME_AS = {
     "refusal": "content",
 }
 """Keys in which other tools write what a message says -> the key that chat templates read."""
-_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", *_SAME_AS)
+_KEYS = frozenset(("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", *_SAME_AS))
 
 
 TOOL = "the tool"
@@ -49,7 +49,7 @@ def said_parts(message: dict[str, Any], *, thinking: bool = True) -> list[Part]:
         if values := tuple(_values(read_arguments(call))):
             parts.append(Part(name=f"the arguments of tool_calls[{number}]", values=values))
     for key, meant in _SAME_AS.items():
-        if not _repeats(message, key) and (values := tuple(_values(message.get(key) or ""))):
+        if message.get(key) and not _repeats(message, key) and (values := tuple(_values(message[key]))):
             parts.append(Part(name=f"`{key}`, which is `{meant}` in slimrl", values=values))
     return parts
 

@@ -462,3 +462,61 @@ def test_the_row_of_the_page_on_data_is_learned_whole(tmp_path):
     (row,) = read_conversations(tmp_path / "sft.jsonl")
     said = learned(chat_of(template()), row.messages, row.tools)
     assert said == '<tool_call>calculator {"expression": "12 * 34"}</tool_call><|im_end|>\\boxed{408}<|im_end|>'
+
+
+def uneven_row(turns: int) -> list[dict]:
+    """Turns of unlike shape: some with words, some with thinking."""
+    row = [USER]
+    for number in range(turns):
+        said = {"content": "I compute."} if number % 3 else {}
+        row += [calling(**said, **({"reasoning_content": "Let me."} if number % 4 else {})), RESULT]
+    return [*row, THOUGHTFUL]
+
+
+def test_a_long_conversation_is_checked_with_one_rendering_more_than_reading_it_needs(monkeypatch):
+    chat = chat_of(template())
+    chat.training_sequences([USER, ANSWER], None)
+    rendered, render = [], chat.template.render
+    monkeypatch.setattr(chat.template, "render", lambda *args, **more: rendered.append(args) or render(*args, **more))
+    for turns in (10, 17):
+        rendered.clear()
+        chat.training_sequences(uneven_row(turns), None)
+        assert len(rendered) == 2 * (turns + 1) + 1
+        rendered.clear()
+        chat.training_sequences(uneven_row(turns), None)
+        assert len(rendered) == 2 * (turns + 1)
+
+
+@pytest.mark.parametrize("think", [THINK, "{% if loop.last %}" + THINK + "{% endif %}"], ids=["grows", "restarts"])
+@pytest.mark.parametrize("lost", ["words", "name"])
+def test_a_short_part_that_is_lost_late_in_a_conversation_is_found(think, lost):
+    """What is lost also stands elsewhere in the same turn, so that the turn's text alone does not show it."""
+    row = uneven_row(5)
+    number = 9
+    assert row[number]["role"] == "assistant"
+    row[number] = calling({"expression": "calculator 12"}, content="12", name="calculator")
+    here = f"loop.index0 == {number}"
+    if lost == "words":
+        changed, part = {"words": f"{{% if not ({here}) %}}{WORDS}{{% endif %}}"}, "its words"
+    else:
+        named = CALLS.replace("{{ c.function.name }}", "{% if not unnamed %}{{ c.function.name }}{% endif %}")
+        changed = {"calls": f"{{% set unnamed = {here} %}}{named}"}
+        part = r"the name of tool_calls\[0\]"
+    with pytest.raises(ValueError, match=rf"^messages\[{number}\]: the chat template leaves out {part}"):
+        chat_of(template(think=think, **changed)).training_sequences(row, None)
+    assert "calculator 12" in learned(chat_of(template(think=think)), row)
+
+
+def test_a_part_behind_the_end_of_its_turn_is_found_though_it_is_written():
+    """Nothing behind the token that ends a turn is learned."""
+    late = "{{ m.content }}" + CALLS + "<|im_end|>{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    late = late.replace("<tool_call>{{ c.function.name }} ", "<tool_call>")
+    row = [USER, calling({"expression": "calculator"}), RESULT, ANSWER]
+    with pytest.raises(ValueError, match=r"^messages\[1\]: .* leaves out the name of tool_calls\[0\]"):
+        chat_of(template(words="", calls=late)).training_sequences(row, None)
+
+
+def test_what_is_told_late_in_a_conversation_is_looked_for_where_it_was_told():
+    others = "{% if loop.index0 != 6 %}{{ m.content }}{% endif %}"
+    with pytest.raises(ValueError, match=r"^the chat template leaves out messages\[6\]: its words"):
+        chat_of(template(others=others)).training_sequences(uneven_row(5), None)
