@@ -142,10 +142,16 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(("label_key", "data.label"), "data.keys.label"),
 }
 
+WITHOUT_SECTION = {"max_tokens": "rollout.sampling.max_new_tokens (of a turn; of an example, sft.max_tokens)"}
+"""Names that mean another setting than the one of this name where they stand without a section"""
+
 NO_SETTINGS = {
     "resume": "It is an option of the command: --resume.",
     "optimizer.name": "The optimizer is Adam.",
     "optimizer.type": "The optimizer is Adam.",
+    "teacher.temperature": (
+        "A teacher scores tokens at temperature 1; rollout.sampling.temperature, the policy's, must be 1 too."
+    ),
 }
 """What has such a name elsewhere and is no setting of a recipe -> what to do."""
 

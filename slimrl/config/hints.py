@@ -10,7 +10,7 @@ Names that are merely similar, such as max_response_len and max_replacements, ar
 
 from collections.abc import Collection
 
-from slimrl.config.aliases import alias_of
+from slimrl.config.aliases import WITHOUT_SECTION, alias_of
 from slimrl.config.keys import EXTENDS, KEY_TYPES, NAME, chosen_sections, is_section, schema_key
 from slimrl.config.passthrough import passthrough_fields, safe_fields
 from slimrl.config.problems import closest, near_name
@@ -26,7 +26,7 @@ def meant_key(key: str) -> str | None:
     if (schema := schema_key(key)) != key:
         meant, chosen = meant_key(schema), chosen_sections([key])[0]
         return meant and meant.replace(schema_key(chosen), chosen)
-    alias = alias_of(key)
+    alias = WITHOUT_SECTION.get(key, alias_of(key))
     if alias is not None:
         return f"critic.{alias}" if key.startswith("critic.") and alias.startswith("trainer.") else alias
     parent, _, name = key.rpartition(".")

@@ -4,7 +4,17 @@ import re
 
 import pytest
 
-from slimrl.config.aliases import ALIASES, DATA, NO_SETTINGS, RANKS, RECOMPUTE, TOKENS, UPDATES, alias_of
+from slimrl.config.aliases import (
+    ALIASES,
+    DATA,
+    NO_SETTINGS,
+    RANKS,
+    RECOMPUTE,
+    TOKENS,
+    UPDATES,
+    WITHOUT_SECTION,
+    alias_of,
+)
 from slimrl.config.hints import meant_key
 from slimrl.config.keys import KEY_TYPES, is_known
 from slimrl.config.load import read_recipe
@@ -14,7 +24,7 @@ FIRST = re.compile(r"(?P<key>[\w.]+)(?:: (?P<value>\w+))?(?: \([^()]+\))?")
 ONCE = "trainer.updates_per_rollout (updates of a step; each trajectory is in one of them)"
 
 
-@pytest.mark.parametrize("meant", sorted(set(ALIASES.values())))
+@pytest.mark.parametrize("meant", sorted({*ALIASES.values(), *WITHOUT_SECTION.values()}))
 def test_each_alias_stands_for_a_setting_that_exists_and_takes_its_value(meant: str):
     found = FIRST.fullmatch(meant)
     assert found is not None
@@ -67,7 +77,7 @@ def test_no_alias_is_a_name_of_ours():
         ("eval.every", "eval.every_steps"),
         ("rollout.prompts", "rollout.prompts_per_step"),
         ("sede", "seed"),
-        ("max_tokens", "sft.max_tokens"),
+        ("max_tokens", WITHOUT_SECTION["max_tokens"]),
         ("algorithm.clip_hgih", "algorithm.clip_high"),
         ("algorithm.kl_coeff", "algorithm.kl_coef"),
         ("reward.parts.math.wieght", "reward.parts.math.weight"),
@@ -135,6 +145,10 @@ def test_the_longest_end_of_a_key_decides():
         ("resume", "It is an option of the command: --resume."),
         ("trainer.optimizer.name", "The optimizer is Adam."),
         ("trainer.optimizer.type", "The optimizer is Adam."),
+        (
+            "teacher.temperature",
+            "A teacher scores tokens at temperature 1; rollout.sampling.temperature, the policy's, must be 1 too.",
+        ),
         (
             "rollout.sampling.stop",
             "Keys of rollout.sampling: temperature, top_p, top_k, max_new_tokens, ignore_end_of_turn.",
