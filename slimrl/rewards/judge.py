@@ -15,7 +15,7 @@ from slimrl.rewards.judge_text import block, conversation, question
 from slimrl.rewards.remote import endpoint
 from slimrl.rewards.texts import last_text
 from slimrl.rewards.verdict_line import BETTER, VerdictForm, score_form
-from slimrl.rewards.verdicts import Judges
+from slimrl.rewards.verdicts import COMPLETIONS, Judges
 
 MAX_CHARACTERS = 40_000
 """Longest text to judge; it must fit the judge's context."""
@@ -70,7 +70,9 @@ class _Judging:
         if shown not in list(Shown):
             raise ValueError(f"shown: {shown!r} is neither answer nor conversation")
         self._rubric, self._with_label, self._shown = rubric.strip(), with_label, Shown(shown)
-        self._judges = Judges(endpoint(url, settings), model=model, options=options or {}, cache=cache)
+        self._judges = Judges(
+            endpoint(url, settings, adds=COMPLETIONS), model=model, options=options or {}, cache=cache
+        )
 
     async def _started[V: float | str](self, asking: str, form: VerdictForm[V]) -> str:
         return f"verdict on an example: {await self._judges.start(asking, form)}"

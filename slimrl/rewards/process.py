@@ -16,6 +16,8 @@ from slimrl.rewards.remote import endpoint
 from slimrl.rewards.scoring import Score
 from slimrl.rewards.texts import own_messages
 
+POOLING = "/pooling"
+
 
 class TurnCredit(str, Enum):
     worst = "worst"
@@ -49,7 +51,7 @@ class ProcessReward:
             raise ValueError("model and step_tag must not be empty")
         if credit not in list(TurnCredit):
             raise ValueError(f"credit: {credit!r} is neither worst nor each")
-        self._endpoint, self._model = endpoint(url, settings), model
+        self._endpoint, self._model = endpoint(url, settings, adds=POOLING), model
         self._credit, self._tag = TurnCredit(credit), step_tag
 
     async def start(self) -> None:
@@ -81,7 +83,7 @@ class ProcessReward:
         """Twice the probability of each step less 1."""
         solution = "".join(self._without_tags(step) + self._tag for step in steps)
         messages = [{"role": "user", "content": self._without_tags(asked)}, {"role": "assistant", "content": solution}]
-        answer = await self._endpoint.post("/pooling", {"model": self._model, "messages": messages})
+        answer = await self._endpoint.post(POOLING, {"model": self._model, "messages": messages})
         try:
             rows = answer["data"][0]["data"]
             scores = [2 * float(row[-1]) - 1 for row in rows]

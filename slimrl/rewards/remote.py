@@ -95,8 +95,17 @@ class Remote:
                 raise EndpointError(f"{self._endpoint.url} gave no {len(items)} rewards: {str(other)[:200]}")
 
 
-def endpoint(url: str, settings: EndpointSettings) -> JsonEndpoint:
-    """Raises ValueError for settings that JsonEndpoint does not have, and for values that it refuses."""
+def endpoint(url: str, settings: EndpointSettings, *, adds: str = "") -> JsonEndpoint:
+    """
+    Args:
+        adds: path that requests add to `url`.
+
+    Raises:
+        ValueError: settings that JsonEndpoint does not have, values that it refuses, or a URL that has the path.
+    """
+    base = url.rstrip("/")
+    if adds and base.endswith(adds):
+        raise ValueError(f"url: {url} ends with {adds}, which is added to it. Write {base.removesuffix(adds)}")
     try:
         return JsonEndpoint(url, **settings)
     except TypeError as error:

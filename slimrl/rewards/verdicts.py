@@ -15,6 +15,7 @@ from slimrl.rewards.http import EndpointError, JsonEndpoint
 from slimrl.rewards.judge_text import INSTRUCTIONS
 from slimrl.rewards.verdict_line import VerdictForm, last_line
 
+COMPLETIONS = "/chat/completions"
 BUSY_S = 30.0
 """How long another run may hold the file of verdicts."""
 
@@ -74,7 +75,7 @@ class Judges:
 
     async def _ask[V: float | str](self, request: Mapping[str, Any], form: VerdictForm[V]) -> tuple[str, V]:
         """The last line of the judge's answer, and the verdict that it is."""
-        line = last_line(_content(await self._endpoint.post("/chat/completions", request)))
+        line = last_line(_content(await self._endpoint.post(COMPLETIONS, request)))
         verdict = form.read(line)
         if verdict is None:
             ends = f"ends with {line[:200]!r}" if line else "is empty"
@@ -90,9 +91,13 @@ def _content(answer: Any) -> str:
     try:
         choice = answer["choices"][0]
         content = str(choice["message"]["content"] or "")
-        finished = choice["finish_reason"]
     except (KeyError, IndexError, TypeError) as error:
         raise EndpointError(f"the judge's answer is no chat completion: {str(answer)[:200]}") from error
-    if finished == "length":
+    if not choice.get("finish_reason"):
+        raise EndpointError(
+            "the judge's answer has no finish_reason, which says whether it ends where the judge ended it or at "
+            "max_tokens; let the server send one, as OpenAI's API does"
+        )
+    if choice["finish_reason"] == "length":
         raise NoVerdict("the judge ran out of max_tokens before its verdict; give more in options: {max_tokens: N}")
     return content
