@@ -6,7 +6,7 @@ from slimrl.config.problems import Violation
 from slimrl.config.schema.algorithm import CorrectionLevel, OldPolicy, RoutingReplay
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.resync import PauseMode
+from slimrl.config.schema.resync import PauseMode, TransportName
 from slimrl.config.schema.rollout import RolloutConfig, RolloutMode, TooOld
 
 
@@ -51,7 +51,7 @@ def mode_violations(recipe: Recipe) -> Iterator[Violation]:
     if rollout.colocated and key == "mode":
         yield (
             "rollout.mode",
-            f"{mode} needs engines that sample while the trainer works. Use sync, or rollout.colocated false.",
+            f"{mode} needs engines that sample while the trainer works. Use sync, or {_engines_apart(recipe)}.",
         )
     if (oversampling := recipe.algorithm.dynamic_sampling.oversampling) != 1:
         yield (
@@ -79,11 +79,27 @@ def _kept_cache_violations(recipe: Recipe) -> Iterator[Violation]:
     elif recipe.resync.pause is PauseMode.retract:
         yield key, "false has no use with resync.pause retract, which computes all again. Use abort or in_place."
     if rollout.colocated:
-        yield key, "false needs engines that keep their memory. Use true, or rollout.colocated false."
+        yield key, f"false needs engines that keep their memory. Use true, or {_engines_apart(recipe)}."
+
+
+def _engines_apart(recipe: Recipe) -> str:
+    """The settings that a colocated recipe needs for engines on GPUs of their own, and for its mode there."""
+    settings = ["rollout.colocated false"]
+    if recipe.resync.transport is TransportName.ipc:
+        settings.append("resync.transport collective")
+    if recipe.rollout.spans_steps and _unaccounted(recipe):
+        settings.append("algorithm.correction.level token")
+    return f"{', '.join(settings)}, with GPUs for the engines beside the trainer's"
+
+
+def _unaccounted(recipe: Recipe) -> bool:
+    """Whether nothing corrects that earlier weights sampled a token."""
+    algorithm = recipe.algorithm
+    return algorithm.old_policy is OldPolicy.trainer and algorithm.correction.level is CorrectionLevel.off
 
 
 def mode_warnings(recipe: Recipe) -> Iterator[Violation]:
-    rollout, algorithm = recipe.rollout, recipe.algorithm
+    rollout = recipe.rollout
     if not rollout.spans_steps:
         return
     if rollout.too_old is TooOld.train:
@@ -92,7 +108,7 @@ def mode_warnings(recipe: Recipe) -> Iterator[Violation]:
             f"train gives up the bound: groups older than rollout.max_staleness {rollout.max_staleness} are trained "
             "on; async/age_max shows how old.",
         )
-    if algorithm.old_policy is OldPolicy.trainer and algorithm.correction.level is CorrectionLevel.off:
+    if _unaccounted(recipe):
         yield (
             "rollout.oversample" if rollout.mode is RolloutMode.sync else "rollout.mode",
             "earlier weights sample some or most of the tokens, and nothing accounts for it. Set "

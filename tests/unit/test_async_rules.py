@@ -1,9 +1,12 @@
 """Rules of `rollout.mode`: what it excludes is refused, and what it leaves unaccounted for is said."""
 
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from slimrl.cli import app
 from slimrl.config.async_rules import mode_violations, mode_warnings
 from slimrl.config.load import read_recipe
 from slimrl.config.schema.algorithm import CorrectionLevel, OldPolicy, RoutingReplay
@@ -12,6 +15,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutMode, TooOld
 
+COLOCATED = Path(__file__).parents[2] / "recipes" / "qwen3_moe" / "qwen3_30b_a3b_gspo.yaml"
 TOY = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
 
 
@@ -132,3 +136,18 @@ def test_a_step_that_waits_for_all_groups_begins_no_more_than_the_next_updates_t
     made.rollout.oversample, made.rollout.max_staleness, made.rollout.too_old = oversample, staleness, too_old
     found = [message for key, message in mode_violations(made) if key == "rollout.oversample"]
     assert [f"Use at most {staleness + 1}, or drop" in message for message in found] == ([] if fits else [True])
+
+
+@pytest.mark.parametrize("setting", ["rollout.mode=async", "rollout.mode=one_step_off", "resync.flush_cache=false"])
+def test_what_is_said_of_a_colocated_recipe_makes_it_one_that_is_accepted_without_a_warning(setting: str):
+    given = [setting] if "mode" in setting else [setting, "rollout.mode=async", "resync.pause=abort"]
+    refused = CliRunner().invoke(app, ["config", "check", str(COLOCATED), *given])
+    assert refused.exit_code == 1
+    (line,) = (line for line in refused.output.splitlines() if f"{setting.partition('=')[0]}: " in line)
+    instead = re.findall(r"([a-z_]+\.[a-z_.]+) ([a-z]+)", line.partition(", or ")[2])
+    assert dict(instead)["resync.transport"] == "collective"
+    taken = CliRunner().invoke(
+        app, ["config", "check", str(COLOCATED), *given, *(f"{key}={value}" for key, value in instead)]
+    )
+    assert taken.exit_code == 0
+    assert [line for line in taken.output.splitlines() if "warning" in line and "no such file" not in line] == []
