@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from slimrl.checkpoints.torch_dist import safe_pickle
 from slimrl.checkpoints.torch_dist.metadata import COMMON_KEY, COMMON_NAME, content_metadata
 from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME, read_metadata, without_code
+from slimrl.trainer.checkpointing import checkpoint
 
 
 class Runs:
@@ -142,3 +144,14 @@ def test_the_metadata_of_older_megatron_core_is_read(tmp_path: Path, monkeypatch
     assert read.mcore_data == read.all_local_plans[0].mcore_data == data
     assert read.all_local_plans == [plan()]
     assert content_metadata(tmp_path / "checkpoint", read) == {"x": 1}
+
+
+def test_weights_are_loaded_with_one_look_at_the_metadata_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_checkpoint(tmp_path / "checkpoint", {"content_metadata": {"singleton_local_shards": True}})
+    looks, loaded, read = [], [], safe_pickle.load_metadata
+    monkeypatch.setattr(safe_pickle, "load_metadata", lambda stream: looks.append(stream.name) or read(stream))
+    monkeypatch.setattr(checkpoint, "_metadata", dict)
+    monkeypatch.setattr(checkpoint.dist_checkpointing, "load", lambda state, path: loaded.append(path) or {})
+    checkpoint.load_weights(tmp_path / "checkpoint", [])
+    assert looks == [str(tmp_path / "checkpoint" / METADATA_NAME)]
+    assert loaded == [str(tmp_path / "checkpoint")]

@@ -82,17 +82,19 @@ def load_object(stream: Any) -> Any:
 
 
 @contextmanager
-def without_code(directory: Path) -> Iterator[None]:
+def without_code(directory: Path) -> Iterator[Metadata]:
     """Have torch refuse other classes also where megatron-core and torch itself load the objects of a checkpoint.
+
+    Gives the checkpoint's metadata, which is large for a large model, so that it need not be read again.
 
     Raises:
         ValueError: the checkpoint has others; names the first. So does its metadata, which torch loads without a limit.
     """
-    read_metadata(directory)
+    metadata = read_metadata(directory)
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:
-        yield
+        yield metadata
     except (CheckpointException, pickle.UnpicklingError) as error:
         if _GLOBAL.search(str(error)) is None:
             raise

@@ -31,7 +31,7 @@ from slimrl.checkpoints.digests import FileDigest, file_digests
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.torch_dist.chunks import SHARDING
 from slimrl.checkpoints.torch_dist.metadata import content_metadata
-from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata, without_code
+from slimrl.checkpoints.torch_dist.safe_pickle import without_code
 from slimrl.models.adapters import is_adapter
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
 from slimrl.models.hf_config import plain_config, read_hf_config
@@ -144,14 +144,14 @@ def load_weights(directory: Path, chunks: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: not a checkpoint of megatron-core, or one of another model.
     """
-    content = content_metadata(directory, read_metadata(directory))
     try:
-        metadata = {**_metadata(), "singleton_local_shards": content.get("singleton_local_shards", False)}
-        state = {
-            model: {name: item for name, item in part.items() if not _is_own(chunk, name)}
-            for (model, part), chunk in zip(_model_state(chunks, metadata).items(), chunks, strict=True)
-        }
-        with without_code(directory):
+        with without_code(directory) as stored:
+            content = content_metadata(directory, stored)
+            metadata = {**_metadata(), "singleton_local_shards": content.get("singleton_local_shards", False)}
+            state = {
+                model: {name: item for name, item in part.items() if not _is_own(chunk, name)}
+                for (model, part), chunk in zip(_model_state(chunks, metadata).items(), chunks, strict=True)
+            }
             loaded = dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, KeyError) as error:
         raise ValueError(f"{directory}: not a checkpoint of this model: {error}") from error
