@@ -18,19 +18,22 @@ from slimrl_tools.command_options import (
 )
 from slimrl_tools.convert.options import Options
 from slimrl_tools.convert.output_folder import check_new
+from slimrl_tools.convert.usage import Direction, Directions
 from slimrl_tools.exit_codes import exit_codes
 
 from slimrl.data.imports import imports_uncollected
 from slimrl.observability.logs import quiet_megatron
 
 app = typer.Typer(
-    no_args_is_help=True, help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist."
+    cls=Directions,
+    no_args_is_help=True,
+    help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist.",
 )
 
 Processes = Annotated[int, typer.Option(min=1, help="Processes, each of which converts a part of the files.")]
 
 
-@app.command()
+@app.command(cls=Direction)
 def hf_to_megatron(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Hugging Face checkpoint, block FP8 or not.")],
     out: Out,
@@ -84,7 +87,7 @@ def hf_to_megatron(
             typer.echo(str(out))
 
 
-@app.command()
+@app.command(cls=Direction)
 def megatron_to_hf(
     src: Annotated[
         Path, typer.Argument(metavar="SRC", help="A converted checkpoint, a run's, or another torch_dist folder.")
