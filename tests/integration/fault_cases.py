@@ -64,7 +64,7 @@ class FaultyControl(SglangControl):
     calls: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__init__(self.engine.name, self.engine.url, timeout_s=CALL_TIMEOUT_S)
+        super().__init__(self.engine.name, self.engine.url, timeout_s=CALL_TIMEOUT_S, key=KEY)
 
     def arm(self, fault: Fault | None) -> None:
         self.fault, self.calls = fault, {}

@@ -52,7 +52,7 @@ def send_versions(rank, world_size, port, url, model_dir, tmp_path) -> list[tupl
     """(version, transport, whole, bytes of the version's files) of each, once the engine was seen to serve it."""
     sender = WeightSender(rank, world_size, port, model_dir, ParallelConfig(expert=2))
     sender.load(model_dir)
-    engine = DamagingControl("engine 0", url, timeout_s=TIMEOUT_S, num_ranks=2)
+    engine = DamagingControl("engine 0", url, timeout_s=TIMEOUT_S, num_ranks=2, key=KEY)
     seen, version = [], 0
     for transport, encoding, count in (
         (TransportName.ipc, DeltaEncoding.xor, 1),

@@ -48,7 +48,6 @@ SETTINGS = (
     "rollout.sglang.max_total_tokens=1024",
     # Memory that trainer ranks take while an engine starts counts against its share.
     "rollout.sglang.mem_fraction_static=0.5",
-    "rollout.sglang.skip_tokenizer_init=true",
     "resync.verify=full",
 )
 """Override the recipe, and the command line overrides them: engines generate nothing here."""
@@ -124,6 +123,8 @@ def bench_resync(
             write_sized_toy(config, model, recipe.seed)
         settings = [*SETTINGS, *overrides, f"model.path={model}", "model.megatron=''", f"run.dir={folder}"]
         loaded, _ = prepare(path, settings, COMMAND, progress, lambda _: None)
+        # The model has no tokenizer, and the engines read no text.
+        loaded.recipe.rollout.sglang["skip_tokenizer_init"] = True
         result = _run(loaded, recipe.run.dir, progress, Path(folder), family, repeats)
     print(json.dumps(asdict(result), indent=2)) if to_json else _print(result)
     if result.fingerprints_equal is False:
