@@ -1,4 +1,4 @@
-"""What each prompt is worth as a replacement of one with a zero-variance group (docs/credit.md).
+"""What each prompt is worth as a replacement of one with a zero-variance group (docs/algorithms.md#dynamic-sampling).
 
 After VSPO (arXiv:2512.07478), which draws replacements by difficulty and uncertainty; the formulas here are slimrl's:
 

@@ -1,4 +1,4 @@
-"""Advantages by turn within groups of trajectories (docs/credit.md).
+"""Advantages by turn within groups of trajectories (docs/algorithms.md#credit-over-turns).
 
 N trajectories, trajectory n with K_n turns; values by turn are one float64 array [K_n] for each trajectory.
 A comparison takes the estimator of the group's advantages: `grpo`, `dr_grpo` or `rloo`.

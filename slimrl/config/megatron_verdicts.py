@@ -83,13 +83,13 @@ SAFE = table(
     judged(_SAFE, "losses of the routers", "moe_z_loss_coeff moe_router_bias_update_rate"),
     judged(
         _SAFE,
-        "FP8 training (docs/fp8.md)",
+        "FP8 training (docs/algorithms.md#fp8)",
         "fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_output_proj fp8_dot_product_attention "
         "fp8_multi_head_attention first_last_layers_bf16 tp_only_amax_red",
     ),
     judged(
         _SAFE,
-        "FP8 training (docs/fp8.md)",
+        "FP8 training (docs/algorithms.md#fp8)",
         "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
         needs="first_last_layers_bf16",
     ),

@@ -138,9 +138,8 @@ OF_SLIMRL = table(
             "trainer.precision": "dtype",
             "seed": "random_seed",
             "the config.json of model.path": "json_model_override_args is_embedding model_config_parser",
-            "the config.json of model.path. `slimrl-tools quantize` writes a model for engines in FP8 (docs/fp8.md)": (
-                "quantization"
-            ),
+            "the config.json of model.path. `slimrl-tools quantize` writes a model for engines in FP8 "
+            "(docs/algorithms.md#fp8)": "quantization",
             "rollout.speculative.mode": "speculative_algorithm",
             "rollout.speculative.draft_model": "speculative_draft_model_path",
             "rollout.speculative.num_draft_tokens": (

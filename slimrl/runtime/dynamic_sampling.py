@@ -1,4 +1,4 @@
-"""The rollouts of one step: further prompts replace zero-variance groups (docs/credit.md).
+"""The rollouts of one step: further prompts replace zero-variance groups (docs/algorithms.md#dynamic-sampling).
 
 1. A rollout takes `oversampling` times as many prompts as groups are missing, at first `rollout.prompts_per_step`.
 2. A group is useful if the selection keeps some of its trajectories, and their advantages are not all 0.

@@ -3,7 +3,8 @@
 1. Its groups run on the stage's event loop, which has a thread of its own. Admission (rollout/admission.py) says when
    one may begin; a free slot for a trajectory says when the engines have room for it.
 2. A group ends when all its trajectories are scored. A zero-variance group is left out where the recipe refills
-   (docs/credit.md), at most `max_refills` times a batch's groups; one without a trajectory to train on always.
+   (docs/algorithms.md#dynamic-sampling), at most `max_refills` times a batch's groups; one without a trajectory to
+   train on always.
 3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
 4. `save` keeps the groups that wait, the ended trajectories of those that run, and the turns of their others, which a
    resumed run replays (rollout/turn_logs.py).

@@ -1,7 +1,8 @@
 """Emulates FP8 training: rounds around the linear layers that Transformer Engine would compute in FP8.
 
 Those of attention, MLPs, experts and shared experts, and of layers for multi-token prediction; not the router, the
-embedding, the output layer, norms and core attention. docs/fp8.md says what that tells of FP8 on a GPU.
+embedding, the output layer, norms and core attention. docs/algorithms.md#emulation says what that tells of FP8
+on a GPU.
 """
 
 import os

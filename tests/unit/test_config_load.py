@@ -328,7 +328,7 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
          "rollout.sglang.grpc_port: opens a port that no key of the run protects. Leave it out."),
         ("rollout.sglang.quantization=fp8",
          "rollout.sglang.quantization: is set by the config.json of model.path. `slimrl-tools quantize` writes a model "
-         "for engines in FP8 (docs/fp8.md)."),
+         "for engines in FP8 (docs/algorithms.md#fp8)."),
         ("rollout.sglang.dtype=float16", "rollout.sglang.dtype: is set by trainer.precision."),
         ("trainer.megatron.exp_avg_dtype=bfloat",
          "trainer.megatron.exp_avg_dtype: 'bfloat' is not one of float32, bfloat16, float16, uint8. "

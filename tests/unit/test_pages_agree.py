@@ -43,6 +43,26 @@ def test_headings_to_which_pages_link_are_there():
     assert dead == []
 
 
+def test_pages_that_files_of_the_project_name_are_there():
+    """Links of pages without a heading, and pages named in code, recipes and scripts, with a heading or without."""
+    folders = ("slimrl", "tools", "tests", "megatron_patches", "benchmarks", "recipes", "docs", "docker", "launch")
+    kinds = {".py", ".yaml", ".md", ".sh", ".sbatch", ""}
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    files += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")]
+    found, missing = 0, []
+    for path in filter(Path.is_file, files):
+        text = path.read_text()
+        named = re.findall(r"\bdocs/(\w+\.md)(?:#([\w-]+))?", text)
+        if path.parent == DOCS:
+            named += [(page, "") for page in re.findall(r"\]\((\w+\.md)\)", text)]
+        for page, anchor in named:
+            found += 1
+            if not (DOCS / page).exists() or (anchor and anchor not in anchors((DOCS / page).read_text())):
+                missing.append(f"{path.relative_to(ROOT)}: {page}#{anchor}")
+    assert found > 200
+    assert missing == []
+
+
 def anchors(text: str) -> set[str]:
     """The anchors of the headings of a page, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)

@@ -336,9 +336,10 @@ def test_help_shows_examples():
 
 
 def test_the_commands_of_the_page_make_the_two_models_of_the_recipe(toy, tmp_path, monkeypatch):
-    page, recipe = ROOT / "docs" / "fp8.md", ROOT / "recipes" / "qwen3_moe" / "qwen3_30b_a3b_gspo_fp8_rollout.yaml"
+    recipe = ROOT / "recipes" / "qwen3_moe" / "qwen3_30b_a3b_gspo_fp8_rollout.yaml"
+    _, section = (ROOT / "docs" / "algorithms.md").read_text().split("\n### Engines in FP8 of a model in bf16\n")
     model = load_recipe(recipe).recipe.model
-    commands = re.findall(r"^slimrl-tools (\w.*?)(?: +#.*)?$", page.read_text(), re.MULTILINE)
+    commands = re.findall(r"^slimrl-tools (\w.*?)(?: +#.*)?$", section, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(toy, "models/Qwen3-30B-A3B")
     for command in commands[:2]:

@@ -43,7 +43,8 @@ class AlgorithmName(str, Enum):
     gmpo = "gmpo"
     """The geometric mean of clipped token ratios (arXiv:2507.20673)."""
     vspo = "vspo"
-    """GRPO with prompts drawn by value in place of zero-variance groups (after arXiv:2512.07478; docs/credit.md)."""
+    """GRPO with prompts drawn by value in place of zero-variance groups (after arXiv:2512.07478;
+    docs/algorithms.md#dynamic-sampling)."""
     rejection_sampling = "rejection_sampling"
     """Supervised training on the best trajectory of each group."""
     distillation = "distillation"
@@ -240,7 +241,7 @@ class AlgorithmConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     skip_zero_variance: bool = True
     """Leave groups whose rewards are all equal out of the passes where they add nothing to the gradient; they count in
-    the means of their update all the same (docs/credit.md)."""
+    the means of their update all the same (docs/algorithms.md#selection)."""
     truncated: TruncationMode = TruncationMode.score
     """Treatment of a trajectory that reached its maximum length or number of turns."""
     max_logprob_mismatch: float = MISSING

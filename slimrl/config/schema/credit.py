@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class CreditName(str, Enum):
-    """How advantages differ among the turns of a trajectory; docs/credit.md has the formulas."""
+    """How advantages differ among the turns of a trajectory; docs/algorithms.md#credit-over-turns has the formulas."""
 
     trajectory = "trajectory"
     """The same advantage for every turn, that of its trajectory."""

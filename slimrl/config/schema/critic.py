@@ -7,8 +7,8 @@ from slimrl.config.schema.trainer import TrainerConfig
 
 @dataclass(kw_only=True)
 class CriticConfig:
-    """The model that estimates values for `algorithm.advantage: gae` (docs/critic.md). It starts from `model` and has
-    ranks on devices of its own."""
+    """The model that estimates values for `algorithm.advantage: gae` (docs/algorithms.md#ppo-with-a-critic). It
+    starts from `model` and has ranks on devices of its own."""
 
     discount: float = 1.0
     """Gamma: what a reward is worth one sampled token earlier."""

@@ -21,7 +21,7 @@ class Precision(str, Enum):
 
 
 class Fp8Scaling(str, Enum):
-    """Which elements share a scale when linear layers of the trainer compute in FP8; docs/fp8.md has the rules."""
+    """Which elements share a scale when linear layers of the trainer compute in FP8 (docs/algorithms.md#fp8)."""
 
     off = "off"
     """No FP8: linear layers compute in `precision`."""

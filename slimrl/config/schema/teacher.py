@@ -6,7 +6,8 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class TeacherConfig:
-    """The model that scores the policy's tokens for on-policy distillation (docs/distillation.md)."""
+    """The model that scores the policy's tokens for on-policy distillation
+    (docs/algorithms.md#on-policy-distillation)."""
 
     path: str = ""
     """Hugging Face checkpoint folder or id on the Hub, as `model.path`; its tokenizer must be the policy's. The run
