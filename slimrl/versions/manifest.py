@@ -1,4 +1,7 @@
-"""manifest.json: the contents of a version's folder, and the version that it builds on (docs/version_format.md)."""
+"""manifest.json: the contents of a version's folder, and the version that it builds on.
+
+docs/resync.md#format-of-versions-on-a-disk has the format.
+"""
 
 import json
 import os
