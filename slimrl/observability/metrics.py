@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step; and the names of all metrics (docs/metrics.md)."""
+"""metrics.jsonl: one JSON object per step; and the names of all metrics (docs/observing.md#metrics)."""
 
 import json
 import math

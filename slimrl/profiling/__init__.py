@@ -1,1 +1,1 @@
-"""Profiles of a run's steps: `slimrl train --profile` and `slimrl report` (docs/profiling.md)."""
+"""Profiles of a run's steps: `slimrl train --profile` and `slimrl report` (docs/observing.md#a-profile)."""

@@ -28,7 +28,7 @@ from slimrl.observability.run_folder import RunFolder, open_run_folder, set_asid
 from slimrl.observability.samples import write_samples
 from slimrl.observability.terminal import plain_console
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "observing.md"
 
 
 def trajectory(group: str, index: int) -> Trajectory:
