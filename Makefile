@@ -99,8 +99,8 @@ test-clients: $(STAMP) ## agents as people use them before a scripted policy beh
 	@$(BIN)/uv pip install --quiet --python $(CLIENTS)/python/bin/python --requirement requirements/clients.txt
 	$(BIN)/python -m pytest --numprocesses 0 tests/clients
 
-# No $(STAMP): the CUDA image and a bare machine with torch have packages of their own (docs/gpu_tests.md).
-test-gpu: ## what one GPU can prove, with a table at the end: some 8 minutes (docs/gpu_tests.md)
+# No $(STAMP): the CUDA image and a bare machine with torch have packages of their own (docs/internals.md).
+test-gpu: ## what one GPU can prove, with a table at the end: some 8 minutes (docs/internals.md)
 	$(GPU_PYTHON) -m pytest tests/gpu/tier_a tests/gpu/tier_b
 
 test-gpu2: ## what two GPUs of one machine can prove besides

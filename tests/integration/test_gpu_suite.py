@@ -78,7 +78,7 @@ def test_all_files_of_the_suite_are_imported_and_the_short_ones_of_a_bare_machin
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     files = list(dict.fromkeys(re.findall(r"tier_a/(test_\w+\.py)::", done.stdout)))
-    page = (ROOT / "docs" / "gpu_tests.md").read_text().partition("## Tier A")[2].partition("## Tier B")[0]
+    page = (ROOT / "docs" / "internals.md").read_text().partition("## Tier A")[2].partition("## Tier B")[0]
     assert files == re.findall(r"^\| `(test_\w+\.py)`", page, re.MULTILINE)
     assert set(files) == {file.name for file in (SUITE / "tier_a").glob("test_*.py")}
     assert files[-1] == "test_families_on_gpu.py"

@@ -7,7 +7,6 @@ import itertools
 import math
 import queue
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 import megatron_patches
 from megatron_patches.first_import import _compile_does_nothing, _hidden
-from megatron_patches.page import patches_page
+from megatron_patches.page import PAGE, with_patches
 from megatron_patches.patching import patch_attr, patch_source
 from megatron_patches.zigzag import zigzag_indices
 from slimrl.config.schema.trainer import OptimizerConfig, TrainerConfig
@@ -154,7 +153,8 @@ def test_packed_attention_equals_token_by_token_attention_with_its_gradient(valu
 
 
 def test_the_page_about_patches_is_current():
-    assert (Path(__file__).parents[2] / "docs" / "patches.md").read_text() == patches_page()
+    page = PAGE.read_text()
+    assert page == with_patches(page), "run: python -m megatron_patches.page"
 
 
 def test_an_optimizer_on_the_host_starts_from_zero_moments_and_its_state_is_plain_values(tmp_path):
