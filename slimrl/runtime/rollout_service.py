@@ -32,12 +32,11 @@ from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import REPLAYED_TOKENS, Prompt, Status, Trajectory
 from slimrl.rollout.admission import Admission
+from slimrl.rollout.errors import TooManyFailed
 from slimrl.rollout.turn_logs import LoggedTurn, read_turns, write_turns
-from slimrl.runtime.cluster.errors import TooManyFailed
 from slimrl.runtime.dynamic_sampling import StepRollout
 from slimrl.runtime.group_ledger import GroupLedger
 from slimrl.runtime.groups import GROUPS_FILE, Group, read_groups, write_groups
-from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.rollout_stage import RolloutStage, causes_text
 
 POLL_S = 1.0
@@ -286,9 +285,9 @@ class RolloutService:
             "async/current_token_fraction": float(np.mean(of_tokens <= 0)) if len(of_tokens) else 0.0,
         }
 
-    def drain(self, check: Callable[[], None], preemption: Preemption) -> None:
+    def drain(self, check: Callable[[], None], asked_to_end: Callable[[], bool]) -> None:
         """Wait until no group runs, or the run is asked to end."""
-        while not preemption.asked and not self._stage.run(self._is_drained()):
+        while not asked_to_end() and not self._stage.run(self._is_drained()):
             check()
 
     async def _is_drained(self) -> bool:

@@ -32,6 +32,7 @@ from slimrl.evaluation.items import Items
 from slimrl.observability.progress import Progress
 from slimrl.rewards.groups import PendingGroups
 from slimrl.rewards.services import NotStarted, RewardServices
+from slimrl.rollout.errors import TooManyFailed
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
 from slimrl.rollout.pressure import CachePressure
@@ -40,7 +41,7 @@ from slimrl.rollout.start_order import StartOrder
 from slimrl.rollout.teacher import ScoringTimes, Teacher
 from slimrl.rollout.turn_logs import LoggedTurn, TurnLogs
 from slimrl.runtime.checks.task import Task
-from slimrl.runtime.cluster.errors import RunError, TooManyFailed
+from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.scored_episodes import ScoredEpisodes
 from slimrl.runtime.workers.pool import EpisodeWorkers
 

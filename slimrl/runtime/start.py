@@ -32,6 +32,7 @@ from slimrl.observability.run_folder import RunFolder, open_run_folder, set_asid
 from slimrl.observability.samples import write_failed
 from slimrl.rewards.comparers import close_comparers
 from slimrl.rollout.client import SglangEngine
+from slimrl.rollout.errors import TooManyFailed
 from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.teacher import Teacher
 from slimrl.runtime.checks.fetched_model import fetch_model
@@ -40,7 +41,7 @@ from slimrl.runtime.checks.start_check import read_files
 from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import RunError, StageError, TooManyFailed
+from slimrl.runtime.cluster.errors import RunError, StageError
 from slimrl.runtime.cluster.placement import most_slots, place_what_fits
 from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster

@@ -146,7 +146,7 @@ class TrainRun(Run):
         """Wait for the rollouts if the mode says so, and for a background evaluation if another is due."""
         if self._service is not None and self.recipe.rollout.mode is RolloutMode.one_step_off:
             with step.timed("drain"):
-                self._service.drain(self._check_drain, self.preemption)
+                self._service.drain(self._check_drain, lambda: self.preemption.asked)
         if self.recipe.eval.engines:
             # No part of the resync: it may take many times as long.
             with step.timed("eval_wait"):

@@ -135,7 +135,7 @@ class Running:
     def update(self) -> None:
         self.step += 1
         if self.recipe.rollout.mode is RolloutMode.one_step_off:
-            self.service.drain(lambda: None, self.preemption)
+            self.service.drain(lambda: None, lambda: self.preemption.asked)
         self.stage.version = self.step
         self.service.advance(self.step)
 
@@ -318,7 +318,7 @@ def test_a_rollout_beside_the_training_of_which_all_fails_is_not_waited_for(tmp_
     run.take()
     stage.status = Status.failed
     with pytest.raises(RunError, match=r"rollout\.max_failed_fraction = 0\.1 allows .*: made to fail"):
-        run.service.drain(stop_after(3.0), run.preemption)
+        run.service.drain(stop_after(3.0), lambda: run.preemption.asked)
 
 
 def test_of_few_that_ended_since_the_last_batch_as_many_may_fail_as_of_a_batch(tmp_path):

@@ -1,24 +1,8 @@
 """Exceptions of a run."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    # With numpy, for which the refusals of commands need not wait.
-    from slimrl.data.trajectory import Trajectory
-
 
 class RunError(Exception):
     """The run failed; the message gives the cause in a few lines, for the user's terminal."""
-
-
-class TooManyFailed(RunError):
-    """More trajectories failed than the recipe allows; `failed` are these trajectories, for callers that write them to
-    a file."""
-
-    def __init__(self, message: str, failed: "Sequence[Trajectory]") -> None:
-        super().__init__(message)
-        self.failed = failed
 
 
 class StageError(RunError):

@@ -27,7 +27,6 @@ from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.observability.progress import Progress
 from slimrl.observability.terminal import plain_console
 from slimrl.resync.engine_calls import fan_out
-from slimrl.resync.estimate.machine import GB
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.servers.control import SglangControl
 from slimrl.runtime.cluster.errors import RunError
@@ -117,7 +116,7 @@ def bench_resync(
         tempfile.TemporaryDirectory(prefix="slimrl-bench-") as folder,
     ):
         family = family or _family_of(Path(recipe.model.path), progress)
-        config = sized_config(family, round(gigabytes * GB), dtype, recipe.trainer.parallel)
+        config = sized_config(family, round(gigabytes * 1e9), dtype, recipe.trainer.parallel)
         model = Path(folder) / "model"
         with progress.stage("writing the model"):
             write_sized_toy(config, model, recipe.seed)
@@ -180,9 +179,9 @@ def _run(
         seconds=seconds,
         verify_seconds=statistics.median(report.stage_seconds["verify"] for report in reports),
         first_seconds=first.transfer_seconds,
-        gb_per_s=first.bytes / GB / seconds,
+        gb_per_s=first.bytes / 1e9 / seconds,
         memcpy_gb_per_s=memcpy,
-        memcpy_fraction=first.bytes / GB / seconds / memcpy,
+        memcpy_fraction=first.bytes / 1e9 / seconds / memcpy,
         stage_seconds={
             stage: statistics.median(report.stage_seconds.get(stage, 0.0) for report in reports)
             for stage in reports[0].stage_seconds
@@ -238,7 +237,7 @@ def over_disk(
 
 def _print(result: BenchResult) -> None:
     console = plain_console()
-    gigabytes = result.bytes / GB
+    gigabytes = result.bytes / 1e9
     title = f"{result.family}, {gigabytes:.2f} GB in {result.buckets} buckets, {result.transport}"
     table = Table(title=title)
     for column in ("", "seconds", "GB/s", "of memcpy"):
