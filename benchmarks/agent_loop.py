@@ -21,12 +21,12 @@ from figures import make_table, write_figures
 from rich.console import Console
 from step import NEW_TOKENS, PROMPTS, RECIPE, SAMPLES, overrides, write_work
 
+from slimrl.base.errors import RunError
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.engine_key import EngineKey
 from slimrl.data.trajectory import Trajectory
+from slimrl.engines.engine_key import EngineKey
 from slimrl.observability.progress import Progress
-from slimrl.runtime.checks.task import load_task
-from slimrl.runtime.cluster.errors import RunError
+from slimrl.rollout.task.task import load_task
 from slimrl.runtime.start import logs_of_command, prepare, rollout_stage, started
 
 WAYS = ("agent loop", "bare")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from figures import write_figures
 
-from slimrl.sglang_plugin import cpu
+from slimrl.engines.plugin import cpu
 
 if __name__ in ("__main__", "__mp_main__"):
     # The shipped engine spawns processes that import this file and need the stand-ins too.
@@ -35,7 +35,7 @@ def serve_shipped(arguments: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    from slimrl.sglang_plugin.lifeline import end_with
+    from slimrl.engines.plugin.lifeline import end_with
 
     end_with(int(arguments[0]))
     run_server(prepare_server_args(arguments[1:]))
@@ -47,10 +47,10 @@ class Engine:
     def __init__(self, name: str, model: Path, folder: Path, max_concurrency: int) -> None:
         from slimrl.config.schema.precision import Precision
         from slimrl.config.schema.rollout import RolloutConfig
-        from slimrl.data.engine_key import new_key
-        from slimrl.rollout.servers.ports import free_port
-        from slimrl.rollout.servers.process import ServerProcess
-        from slimrl.rollout.servers.server import engine_arguments, engine_environment, start_engine
+        from slimrl.engines.engine_key import new_key
+        from slimrl.engines.servers.ports import free_port
+        from slimrl.engines.servers.process import ServerProcess
+        from slimrl.engines.servers.server import engine_arguments, engine_environment, start_engine
 
         rollout = RolloutConfig(max_trajectory_tokens=256, max_concurrency_per_engine=max_concurrency)
         port = free_port()
@@ -162,7 +162,7 @@ def main() -> int:
     import httpx
     from slimrl_tools.toy.toy import ToySize, write_toy
 
-    from slimrl.rollout.servers.process import ServerError
+    from slimrl.engines.servers.process import ServerError
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures there")

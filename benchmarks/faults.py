@@ -31,13 +31,13 @@ from faulty_calculator import FAILS, FOLDER, SLOW
 from figures import make_table, write_figures
 from rich.console import Console
 
-from slimrl.data.processes import await_end
+from slimrl.base.processes import await_end
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
 SHARED_MEMORY_DIR = Path("/dev/shm")
-ENGINE = "slimrl.sglang_plugin.launch"
+ENGINE = "slimrl.engines.plugin.launch"
 """In the command line of an engine's server"""
 WORKER = "sglang::scheduler"
 """The title of the process of an engine that computes"""

@@ -25,23 +25,23 @@ from figures import make_table, write_figures
 from rich.console import Console
 from slimrl_tools.toy.toy import ToySize, write_toy
 
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.stop_tokens import stop_token_ids
+from slimrl.agent.chat.template import ChatTemplate
+from slimrl.agent.chat.tokenizer import load_tokenizer
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.gateway.agents import FunctionAgent
 from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.parsers import NoCalls
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.stop_tokens import stop_token_ids
-from slimrl.chat.template import ChatTemplate
-from slimrl.chat.tokenizer import load_tokenizer
 from slimrl.config.schema.agent import AgentConfig, GatewayConfig
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
-from slimrl.data.engine_key import new_key
 from slimrl.data.trajectory import Prompt, Status
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.engine_key import new_key
+from slimrl.engines.servers.server import EngineServer
 
 KEY = new_key()
 """The engine's key"""

@@ -42,12 +42,13 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.rewards.loading import load_rewards
-from slimrl.runtime import dynamic_sampling, learner, train_run
+from slimrl.rollout import dynamic_sampling
+from slimrl.rollout.stage import RolloutStage
+from slimrl.runtime import learner, train_run
 from slimrl.runtime.cluster import trainer_group
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.loop import train
-from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.train_run import TrainRun

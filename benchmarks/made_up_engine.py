@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.parsers import make_parser
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 
 PREFILL_S, TOKEN_S, SPREAD = 0.3, 0.04, 0.3

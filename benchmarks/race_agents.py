@@ -26,10 +26,10 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from step import PROMPTS, RECIPE, SAMPLES
 
 from slimrl.agent.calculator import calculator
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.tools import make_tool
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
-from slimrl.data.atomic import atomic_folder
+from slimrl.base.atomic import atomic_folder
 
 TURNS = (1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6)
 LENGTHS = (1, 2, 2, 3, 4, 5, 6, 7, 9, 11, 13, 16, 20, 27, 39, 75)

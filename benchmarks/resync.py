@@ -21,17 +21,17 @@ from figures import make_table, write_figures
 from resync_ranks import TrainerRanks
 from rich.console import Console
 
+from slimrl.base.errors import RunError
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
-from slimrl.data.engine_key import new_key
+from slimrl.engines.engine_key import new_key
+from slimrl.engines.servers.process import ServerError
+from slimrl.engines.servers.server import EngineServer
+from slimrl.estimates.resync.machine import GB
 from slimrl.observability.memory import MemoryWatch, session_members
-from slimrl.resync.estimate.machine import GB
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import EngineServer
-from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.resync_tools.memcpy import memcpy_gb_per_s
 from slimrl.runtime.resync_tools.resync_bench import over_disk
 from slimrl.toys.sized_toy import sized_config, write_sized_toy

@@ -21,18 +21,18 @@ from figures import make_table, write_figures
 from rich.console import Console
 
 from slimrl.algorithms.objective import cross_entropy
+from slimrl.checkpoints.versions.local_copy import LocalCopy
+from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import DeltaEncoding, PauseMode, ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment
 from slimrl.data.weights import EngineControl, EnginePlace
+from slimrl.engines.servers.ports import free_port
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.servers.ports import free_port
 from slimrl.toys.sized_toy import sized_config, write_sized_toy
 from slimrl.trainer.worker import TrainerWorker
-from slimrl.versions.local_copy import LocalCopy
-from slimrl.versions.manifest import read_manifest
 
 SEQUENCES, TOKENS = 8, 64
 LEARNING_RATE = 1e-6

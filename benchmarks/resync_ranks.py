@@ -13,10 +13,10 @@ import httpx
 
 from slimrl.config.schema.resync import ResyncConfig
 from slimrl.config.schema.trainer import TrainerConfig
-from slimrl.data.engine_key import EngineKey
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.ports import free_port
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.ports import free_port
 
 DEADLINE_S = 300.0
 

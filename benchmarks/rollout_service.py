@@ -31,19 +31,19 @@ from slimrl.agent.episode import run_turns
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
+from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig
 from slimrl.config.schema.rollout import RolloutMode
-from slimrl.data.loop_thread import LoopThread
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import load_rewards
+from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.loop_lag import PERIOD_S
-from slimrl.runtime.checks.task import Task
-from slimrl.runtime.group_ledger import GroupLedger
-from slimrl.runtime.rollout_service import RolloutService
-from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.rollout.service import RolloutService
+from slimrl.rollout.stage import RolloutStage
+from slimrl.rollout.task.task import Task
 
 SAMPLES = 8
 """Episodes of a group"""

@@ -27,15 +27,15 @@ from figures import make_table, write_figures
 from rich.console import Console
 from slimrl_tools.toy.toy import ToySize, write_toy
 
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
-from slimrl.data.engine_key import new_key
-from slimrl.data.seeds import derive_seed
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.routing import RoutedEngines
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.engine_key import new_key
+from slimrl.engines.routing import RoutedEngines
+from slimrl.engines.servers.process import ServerError
+from slimrl.engines.servers.server import EngineServer
 
 KEY = new_key()
 """Key of the engines"""

@@ -15,12 +15,12 @@ from rich.console import Console
 from slimrl_tools.toy.calculator_data import write_calculator_data
 from slimrl_tools.toy.toy import ToySize, write_toy
 
+from slimrl.base.errors import RunError
+from slimrl.base.seeds import derive_seed
 from slimrl.data.prompts import read_prompts
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.observability.metrics import read_metrics
 from slimrl.runtime import commands
-from slimrl.runtime.cluster.errors import RunError
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
 PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 48

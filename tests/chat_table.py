@@ -17,7 +17,7 @@ from chat_texts import (
 )
 from published_templates import rendered
 
-from slimrl.chat.chat_format import CallName, tool_results
+from slimrl.agent.chat.chat_format import CallName, tool_results
 from slimrl.data.trajectory import Status
 
 _USER = {"role": "user", "content": "the question"}

@@ -20,9 +20,9 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
-from slimrl.chat.tool_prompts import tool_prompt
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
+from slimrl.agent.chat.tool_prompts import tool_prompt
 
 FOLDER = Path(__file__).parent / "templates"
 _INCLUDE = re.compile(r"^ *\{%- include '(\S+)' %\}\n", re.MULTILINE)

@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 from chat_templates import MODELS, Model
 
+from slimrl.agent.chat.tool_prompts import PUBLISHED
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.parsers import make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
-from slimrl.chat.tool_prompts import PUBLISHED
 from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateResult

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.gateway.agents import Agent, FunctionAgent
 from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.parsers import NoCalls, make_parser
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
 from slimrl.config.schema.agent import AgentConfig, GatewayConfig, HistoryMode
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult

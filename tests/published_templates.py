@@ -13,7 +13,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from slimrl.chat.template import Messages, Schemas
+from slimrl.agent.chat.template import Messages, Schemas
 
 _TOLD = "These are your functions:\n<tools>"
 _CALL = "<tool_call>\n{"

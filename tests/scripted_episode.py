@@ -6,14 +6,14 @@ from functools import partial
 import numpy as np
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.parsers import NoCalls, make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult

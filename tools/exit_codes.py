@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import typer
 
-from slimrl.data.visible import visible
+from slimrl.base.visible import visible
 
 
 class CheckFailed(Exception):

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from slimrl.agent.bounded_parser import BoundedParser
+from slimrl.agent.chat.thinking import split_thinking
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import Message
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
-from slimrl.chat.thinking import split_thinking
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from slimrl.agent.parser_process import DEADLINE_S, OutOfCpuTime, ParserFailed, ParserProcess, ParserRaised
 from slimrl.agent.parsers import MalformedCall, NoCalls, ParsedTurn, make_parser
-from slimrl.data.threads import ReusedThreads
+from slimrl.base.threads import ReusedThreads
 
 log = logging.getLogger(__name__)
 NUM_PROCESSES = min(8, max(2, len(os.sched_getaffinity(0)) // 4))

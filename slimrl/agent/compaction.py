@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 
 from slimrl.agent.environment import EnvironmentFailure, Message
-from slimrl.data.threads import in_thread, reportable
+from slimrl.base.threads import in_thread, reportable
 
 SummaryRule = Callable[[list[Message]], str | Awaitable[str]]
 """Function that gives the summary of a context's messages."""

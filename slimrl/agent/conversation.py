@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slimrl.agent.assistant_turn import parse_turn
+from slimrl.agent.chat.chat_format import CallName, Context
+from slimrl.agent.chat.thinking import split_thinking
 from slimrl.agent.compaction import SummaryRule, compacted, summary_of
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import UNKNOWN_TOOL, EnvironmentFailure, Message, Turn, call_name
@@ -21,13 +23,11 @@ from slimrl.agent.subagents import add_tool_counts, segments_in_turn
 from slimrl.agent.tools import shortened
 from slimrl.agent.transcript import Transcript
 from slimrl.agent.turn_request import TurnRequests
-from slimrl.chat.chat_format import CallName, Context
-from slimrl.chat.thinking import split_thinking
+from slimrl.base.spans import SPANS
 from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
 from slimrl.data.trajectory import ENGINE_COUNTS, Segment, Status, Trajectory
-from slimrl.profiling.spans import SPANS
 
 
 class Conversation:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.parsers import Parser
-from slimrl.chat.chat_format import ChatFormat
 
 MakeParser = Callable[[Sequence[dict[str, Any]]], Parser]
 """The parser of the model's calls to tools with these schemas."""

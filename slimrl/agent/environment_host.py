@@ -17,8 +17,8 @@ from slimrl.agent.environment import Environment, EnvironmentFailure, MakeEnviro
 from slimrl.agent.subagents import Delegate
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolCrash
+from slimrl.base.threads import reportable
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.data.threads import reportable
 from slimrl.data.trajectory import Prompt
 
 log = logging.getLogger(__name__)

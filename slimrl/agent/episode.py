@@ -21,12 +21,12 @@ from slimrl.agent.environment_host import EnvironmentHost
 from slimrl.agent.subagents import DelegateAnswer, Delegation, answer_of
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolAnswer, ToolBox, ToolCrash
+from slimrl.base.seeds import derive_seed
+from slimrl.base.spans import SPANS
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, EngineError
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
-from slimrl.profiling.spans import SPANS
 
 log = logging.getLogger(__name__)
 

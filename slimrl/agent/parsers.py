@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from slimrl.config.import_path import resolve
 from slimrl.config.package_fields import tool_call_parsers
-from slimrl.data.import_path import resolve
 
 
 @dataclass(frozen=True, kw_only=True)

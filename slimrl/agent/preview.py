@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import Schemas
+from slimrl.agent.chat.thinking import CLOSE, OPEN
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn, answers
 from slimrl.agent.environment_host import EnvironmentHost
 from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.example_arguments import example_arguments
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import Schemas
-from slimrl.chat.thinking import CLOSE, OPEN
 from slimrl.config.schema.agent import AgentConfig, CompactionConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult

@@ -12,7 +12,7 @@ from typing import Any
 import bm25s
 
 from slimrl.agent.tools import tool
-from slimrl.data.jsonl import read_jsonl
+from slimrl.base.jsonl import read_jsonl
 
 NOTHING = "nothing found"
 _reading = Lock()

@@ -20,7 +20,7 @@ from typing import Any
 
 from slimrl.agent.call_schemas import CallSchemas
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
-from slimrl.data.jsonl import refuse_unwritable
+from slimrl.base.jsonl import refuse_unwritable
 
 NOT_OPENED, NOT_CLOSED = "malformed tool call: nothing opened it", "malformed tool call: not closed"
 UNREADABLE = "malformed tool call: it cannot be read"

@@ -26,10 +26,10 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.supplied import Supplied
 from slimrl.agent.tool_answer import NotFinite, answer_text
 from slimrl.agent.tool_schema import tool_schema
+from slimrl.base.rows import BrokenRows
+from slimrl.base.threads import ReusedThreads, reportable
 from slimrl.config.docstrings import docstring_problems
-from slimrl.data.import_path import parameters_of_type, resolve
-from slimrl.data.rows import BrokenRows
-from slimrl.data.threads import ReusedThreads, reportable
+from slimrl.config.import_path import parameters_of_type, resolve
 from slimrl.data.trajectory import Prompt
 
 ELLIPSIS = " ... "

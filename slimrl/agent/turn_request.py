@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slimrl.agent.dialogue import Dialogue
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest
-from slimrl.data.seeds import derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)

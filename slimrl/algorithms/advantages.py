@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from slimrl.config.algorithms import COMPARING
+from slimrl.config.import_path import resolve
 from slimrl.config.schema.algorithm import AdvantageName
-from slimrl.data.import_path import resolve
 from slimrl.data.trajectory import Trajectory
 
 STD_EPSILON = 1e-6

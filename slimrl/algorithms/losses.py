@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slimrl.algorithms.loss_types import PolicyTokens, TokenLosses
 from slimrl.algorithms.policy_tokens import by_token
+from slimrl.config.import_path import resolve
 from slimrl.config.schema.algorithm import AlgorithmConfig, LossName
-from slimrl.data.import_path import resolve
 
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Temperatures of the gate, for positive and for negative advantages (arXiv:2511.20347): higher ones fall off

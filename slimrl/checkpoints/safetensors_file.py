@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimrl.base.atomic import WRITE_BYTES, atomic_file
 from slimrl.checkpoints.tensor_bytes import bytes_of, fill
-from slimrl.data.atomic import WRITE_BYTES, atomic_file
 from slimrl.data.weights import TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000

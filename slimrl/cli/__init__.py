@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from slimrl.base.threads import end_process_if_calls_hang
 from slimrl.cli import config, evaluation, inspect_chat, launch, plan, resync, runs, simulate
 from slimrl.cli.exit_codes import exit_codes
-from slimrl.data.threads import end_process_if_calls_hang
 
 
 class _App(typer.Typer):

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from slimrl.base.imports import imports_uncollected
 from slimrl.cli.arguments import Overrides, RayAddress, Recipe
-from slimrl.data.imports import imports_uncollected
 
 DEFAULT_COMMAND = "run"
 
@@ -63,7 +63,7 @@ def compare(
     json_file: JsonFile = None,
 ) -> None:
     """Compare two evaluations prompt by prompt: the difference B - A with its interval."""
-    from slimrl.data.output_file import check_output_file
+    from slimrl.base.output_file import check_output_file
     from slimrl.evaluation.comparison import compare
     from slimrl.evaluation.folder import EvalFolder
     from slimrl.evaluation.tables import print_comparison

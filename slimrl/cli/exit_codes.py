@@ -14,9 +14,9 @@ from slimrl.observability.terminal import plain_console
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turn an exception of a command into one message and an exit code; the details go to the log."""
+    from slimrl.base.errors import Interrupted, Preempted, RunError
     from slimrl.launch.reports import LaunchError
     from slimrl.launch.slurm import PREEMPTED
-    from slimrl.runtime.cluster.errors import Interrupted, Preempted, RunError
 
     errors = plain_console(stderr=True)
     try:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from slimrl.base.visible import visible
 from slimrl.cli.arguments import Overrides, Overwrite, Recipe, Resume
-from slimrl.data.visible import visible
 
 
 def slurm(

@@ -17,7 +17,7 @@ from slimrl.cli.arguments import (
     ReserveGib,
     ToJson,
 )
-from slimrl.resync.estimate.machine import Machine
+from slimrl.estimates.resync.machine import Machine
 
 
 def plan(
@@ -50,8 +50,8 @@ def plan(
     from slimrl.observability.logs import quiet_megatron
 
     quiet_megatron()
-    from slimrl.planner.command import run
-    from slimrl.planner.hardware import Hardware
+    from slimrl.estimates.planner.command import run
+    from slimrl.estimates.planner.hardware import Hardware
 
     hardware = Hardware(
         gpus_per_node=gpus_per_node,

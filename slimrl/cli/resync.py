@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
+from slimrl.base.imports import imports_uncollected
 from slimrl.cli.arguments import GpusPerNode, NetworkGbPerS, NvlinkGbPerS, Overrides, Recipe, ToJson
-from slimrl.data.imports import imports_uncollected
-from slimrl.resync.estimate.machine import Machine
+from slimrl.estimates.resync.machine import Machine
 
 
 def estimate(
@@ -37,7 +37,7 @@ def estimate(
     from slimrl.observability.logs import quiet_megatron
 
     quiet_megatron()
-    from slimrl.runtime.resync_tools.resync_estimate import estimate_resync
+    from slimrl.estimates.resync.command import estimate_resync
 
     machine = Machine(
         memory_gb_per_s=memory_gb_per_s,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from slimrl.base.imports import imports_uncollected
 from slimrl.cli.arguments import (
     CheckpointLog,
     Job,
@@ -18,9 +19,8 @@ from slimrl.cli.arguments import (
     Resume,
     ResumeOrStart,
 )
-from slimrl.data.imports import imports_uncollected
+from slimrl.observability.profiling.recorder import Profiled, check_profiled, parse_steps
 from slimrl.observability.run_folder import Opening, RunFolder, check_start
-from slimrl.profiling.recorder import Profiled, check_profiled, parse_steps
 
 
 def train(
@@ -123,13 +123,13 @@ def report(
     title: Annotated[str, typer.Option(help="Title of the figure.")] = "",
 ) -> None:
     """Draw the learning curve of one run, or of several seeds, and print where the time of its steps goes."""
-    from slimrl.data.output_file import check_output_file
+    from slimrl.base.output_file import check_output_file
     from slimrl.observability.metrics import read_metrics
+    from slimrl.observability.profiling.breakdown import step_profiles
+    from slimrl.observability.profiling.tables import phases_table, profile_tables
+    from slimrl.observability.profiling.trace import read_spans
     from slimrl.observability.report import write_curve
     from slimrl.observability.terminal import plain_console
-    from slimrl.profiling.breakdown import step_profiles
-    from slimrl.profiling.tables import phases_table, profile_tables
-    from slimrl.profiling.trace import read_spans
 
     missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
     if missing:

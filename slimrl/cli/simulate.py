@@ -16,7 +16,7 @@ from slimrl.cli.arguments import (
     PeakTflops,
     Recipe,
 )
-from slimrl.resync.estimate.machine import Machine
+from slimrl.estimates.resync.machine import Machine
 
 DISTRIBUTION = "a number, lognormal:MEDIAN:SIGMA or pareto:LEAST:ALPHA"
 
@@ -64,8 +64,8 @@ def simulate(
     from slimrl.observability.logs import quiet_megatron
 
     quiet_megatron()
-    from slimrl.planner.hardware import Hardware
-    from slimrl.simulator.command import Question, run
+    from slimrl.estimates.planner.hardware import Hardware
+    from slimrl.estimates.simulator.command import Question, run
 
     hardware = Hardware(
         gpus_per_node=gpus_per_node,

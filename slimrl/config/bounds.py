@@ -113,7 +113,7 @@ DIVISORS = (
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)(?:\.py)?\.([A-Za-z_]\w*)")
 MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31")
-"""Published prompts that tell a model its tools (slimrl/chat/tool_prompts.py)"""
+"""Published prompts that tell a model its tools (slimrl/agent/chat/tool_prompts.py)"""
 MAY_BE_EMPTY = ("reward.function", "agent.environment", "agent.episode", "agent.function")
 """Import paths without which a recipe does something else."""
 PATHS = (

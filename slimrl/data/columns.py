@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.jsonl import read_jsonl
 from slimrl.config.problems import suggestion
-from slimrl.data.jsonl import read_jsonl
 from slimrl.data.parquet import read_parquet
 
 PARQUET = ".parquet"

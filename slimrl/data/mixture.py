@@ -10,8 +10,8 @@ depends on the weights alone, and a file's order on the seed and its name. A sma
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slimrl.base.seeds import derive_seed
 from slimrl.data.prompts import Sampler
-from slimrl.data.seeds import derive_seed
 
 
 class Mixture[T]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.rows import parse_rows
+from slimrl.base.rows import parse_rows
 
 BATCH_ROWS = 1024
 """Number of rows that are decoded at a time."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from slimrl.base.jsonl import data_stem
+from slimrl.base.rows import WrongFileKind
+from slimrl.base.seeds import derive_seed
+from slimrl.base.strict_json import refuse_no_json
 from slimrl.config.data_rules import CONVERSATION_KEYS, PROMPT_KEYS
 from slimrl.data.columns import read_rows, rename_columns
-from slimrl.data.jsonl import data_stem
-from slimrl.data.rows import WrongFileKind
-from slimrl.data.seeds import derive_seed
-from slimrl.data.strict_json import refuse_no_json
 from slimrl.data.trajectory import Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")

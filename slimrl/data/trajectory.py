@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slimrl.data.jsonl import read_jsonl
+from slimrl.base.jsonl import read_jsonl
 from slimrl.data.trajectory_checks import check_fields, checked_array
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.data import EvalConfig
 from slimrl.config.show import changed_settings
-from slimrl.data.seeds import derive_seed
 from slimrl.evaluation.estimates import intervals, items_by_prompt, prompt_scores
 from slimrl.evaluation.folder import EvalFolder
 from slimrl.evaluation.item import Item

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.visible import visible
 from slimrl.data.trajectory import Prompt, Status, Trajectory
-from slimrl.data.visible import visible
 
 type Key = tuple[str, str, int]
 """Set, id of the prompt, and number of the sample from 0."""

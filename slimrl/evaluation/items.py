@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from slimrl.data.atomic import write_whole
+from slimrl.base.atomic import write_whole
 from slimrl.evaluation.item import Item, Key, from_line, to_line
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.atomic import write_whole
+from slimrl.base.visible import visible
 from slimrl.config.load import is_needed
 from slimrl.config.show import changed_settings
-from slimrl.data.atomic import write_whole
 from slimrl.data.trajectory import Prompt
-from slimrl.data.visible import visible
 
 NO_EFFECT = (
     *("run", "resync", "checkpoint", "tracking", "data", "model.path", "model.megatron"),

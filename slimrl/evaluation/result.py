@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.data import EvalConfig
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Status
 from slimrl.evaluation.estimates import intervals, items_by_prompt, prompt_scores
 from slimrl.evaluation.item import Item

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from slimrl.data.processes import await_end
+from slimrl.base.processes import await_end
 
 RUN, PREEMPT, END = "run", "preempt", "end"
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from slimrl.data.visible import visible
+from slimrl.base.visible import visible
 from slimrl.launch.allreduce_probe import AllReduceProbe
 from slimrl.launch.attempt import (
     MOST_UNOPENED,

@@ -1,6 +1,6 @@
 """The TCP ports of a job's Ray cluster: one block, derived from the job's id.
 
-Blocks lie below the ports that slimrl's servers search (15000 to 32000, slimrl/rollout/servers/ports.py) and below the
+Blocks lie below the ports that slimrl's servers search (15000 to 32000, slimrl/engines/servers/ports.py) and below the
 kernel's ephemeral range, so that no connection of another process occupies a port that Ray is about to listen on. Jobs
 with consecutive ids have different blocks; so have nodes of one job that share an address.
 """

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slimrl.base.errors import StageError
 from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.launch.submit import nodes_needed, process_counts
-from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.placement import Node, place
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from slimrl.data.atomic import write_whole
+from slimrl.base.atomic import write_whole
 
 
 class LaunchError(RuntimeError):

@@ -6,8 +6,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
+from slimrl.base.visible import visible
 from slimrl.data.preview import Preview
-from slimrl.data.visible import visible
 
 _STYLES = {"prompt": "dim", "policy": "bold green", "tool": "cyan", "template": "yellow"}
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from slimrl.data.visible import visible
+from slimrl.base.visible import visible
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import psutil
 
-from slimrl.data.processes import lives
+from slimrl.base.processes import lives
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
 INTERVAL_S = 0.01

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.atomic import write_whole
+from slimrl.base.atomic import write_whole
 
 METRIC_NAMES = (
     "step",

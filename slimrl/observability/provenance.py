@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.atomic import write_whole
+from slimrl.base.atomic import write_whole
 
 PACKAGES = (
     "slimrl",

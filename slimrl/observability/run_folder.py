@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import TypedDict
 
-from slimrl.data.atomic import write_whole
-from slimrl.profiling.spans import PROFILE_FOLDER
+from slimrl.base.atomic import write_whole
+from slimrl.base.spans import PROFILE_FOLDER
 
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.visible import visible
 from slimrl.data.trajectory import Trajectory
-from slimrl.data.visible import visible
 
 
 def readable(trajectory: Trajectory) -> dict[str, Any]:

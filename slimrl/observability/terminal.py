@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 from rich.text import Text
 
-from slimrl.data.visible import visible
+from slimrl.base.visible import visible
 
 
 class _LiteralConsole(Console):

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from slimrl.checkpoints.safetensors_file import element_bytes, write_at
+from slimrl.checkpoints.versions.codec import BlockCodec
+from slimrl.checkpoints.versions.manifest import Frame, Manifest, VersionRef
 from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.weights import TensorPart, TensorSpec
 from slimrl.resync.last_version import LastVersion
 from slimrl.resync.version_writer import TensorBlock, VersionWriter, in_order
-from slimrl.versions.codec import BlockCodec
-from slimrl.versions.manifest import Frame, Manifest, VersionRef
 
 
 class DeltaWriter(VersionWriter):

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from slimrl import device
-from slimrl.ipc.shared_buffer import SharedBuffer, open_shared, shared_buffer
+from slimrl.resync.ipc.shared_buffer import SharedBuffer, open_shared, shared_buffer
 from slimrl.resync.ranks import RankError, Ranks
 
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from slimrl.data.weights import TensorPart, WeightSource
-from slimrl.ipc.shared_buffer import SharedBuffer
-from slimrl.ipc.stale_files import clean_stale_segments
 from slimrl.resync.exchange import Exchange, Message, messages
 from slimrl.resync.gather import Gatherer
+from slimrl.resync.ipc.shared_buffer import SharedBuffer
+from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.node_memory import NodeMemory
 from slimrl.resync.node_transform import NodeTransform, Record
 from slimrl.resync.plan import ResyncPlan

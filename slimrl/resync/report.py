@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from slimrl.profiling.spans import SPANS
+from slimrl.base.spans import SPANS
 
 
 class ResyncError(Exception):

@@ -4,8 +4,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from slimrl.base.spans import SPANS
 from slimrl.data.engine import EngineError
-from slimrl.profiling.spans import SPANS
 from slimrl.resync.report import Clock
 
 

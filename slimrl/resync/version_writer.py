@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from slimrl.checkpoints.versions.codec import MAX_WORKERS, block_ranges, num_workers
+from slimrl.checkpoints.versions.directory import sync_and_close
+from slimrl.checkpoints.versions.manifest import Frame, Manifest, StoredTensor, VersionRef, write_manifest
 from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.weights import TensorPart, TensorSpec, num_rows
-from slimrl.versions.codec import MAX_WORKERS, block_ranges, num_workers
-from slimrl.versions.directory import sync_and_close
-from slimrl.versions.manifest import Frame, Manifest, StoredTensor, VersionRef, write_manifest
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import numpy as np
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import file_layout, spec_bytes, write_at
 from slimrl.checkpoints.safetensors_folder import plan_safetensors_files, write_index
+from slimrl.checkpoints.versions.directory import sync_and_close
+from slimrl.checkpoints.versions.manifest import Manifest, VersionRef
 from slimrl.data.weights import TensorPart, TensorSpec
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.quantization.fp8 import FP8_DTYPE
 from slimrl.resync.last_version import LastVersion
 from slimrl.resync.version_writer import TensorBlock, VersionWriter, in_order
-from slimrl.versions.directory import sync_and_close
-from slimrl.versions.manifest import Manifest, VersionRef
 
 
 class WholeWriter(VersionWriter):

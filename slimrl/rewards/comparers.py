@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Empty, LifoQueue
 
-from slimrl.data.waits import is_over, waiting
+from slimrl.base.waits import is_over, waiting
 
 MAX_COMPARERS = 8
 """Most processes that compare; a comparison takes some hundredths of a second, so more are not needed."""

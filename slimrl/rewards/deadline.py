@@ -5,8 +5,8 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
-from slimrl.data.threads import reportable
-from slimrl.data.waits import noting_waits
+from slimrl.base.threads import reportable
+from slimrl.base.waits import noting_waits
 
 END_S = 1.0
 """How long a late call may take to end after it was cancelled, before it is left behind."""
@@ -16,7 +16,7 @@ async def within[T](call: Awaitable[T], timeout_s: float, problem: str) -> T:
     """What a call returns. One that is late is cancelled; one that does not end then is left behind.
 
     Args:
-        timeout_s: without the time that the call waits for its turn, see `slimrl.data.waits`.
+        timeout_s: without the time that the call waits for its turn, see `slimrl.base.waits`.
         problem: how the error of a late call begins, such as "no reward".
 
     Raises:

@@ -12,7 +12,7 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
 from referencing import Registry
 
-from slimrl.data.strict_json import strict_json
+from slimrl.base.strict_json import strict_json
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.patterns import compiled, occurs
 from slimrl.rewards.texts import AnswerPlace

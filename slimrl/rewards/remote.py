@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from slimrl.data.strict_json import refuse_no_json
+from slimrl.base.strict_json import refuse_no_json
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.http import EndpointError, EndpointSettings, JsonEndpoint
 from slimrl.rewards.texts import own_messages

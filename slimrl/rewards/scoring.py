@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from slimrl.data.threads import in_thread, reportable
+from slimrl.base.threads import in_thread, reportable
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.rewards.deadline import within
 

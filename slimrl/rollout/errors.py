@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from slimrl.base.errors import RunError
 from slimrl.data.trajectory import Trajectory
-from slimrl.runtime.cluster.errors import RunError
 
 
 class TooManyFailed(RunError):

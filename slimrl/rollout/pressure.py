@@ -14,10 +14,10 @@ from weakref import WeakSet
 import aiohttp
 
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.engine_key import EngineKey
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.plugin import scheduler
 from slimrl.rollout.concurrency import AdaptiveConcurrency
 from slimrl.rollout.slots import Slots
-from slimrl.sglang_plugin import scheduler
 
 POLL_S, TIMEOUT_S = 2.0, 5.0
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from slimrl.base.errors import RunError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.observability.progress import Progress
+from slimrl.rollout.stage import RolloutStage, all_of, planned_trajectories, refuse_failures
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import RunError
-from slimrl.runtime.rollout_stage import RolloutStage, all_of, planned_trajectories, refuse_failures
 
 POLL_S = 1.0
 """Seconds between two checks that the run goes on, while it waits for an evaluation."""

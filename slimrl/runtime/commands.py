@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from slimrl.algorithms.shaping import shape_rewards
+from slimrl.base.output_file import check_output_file
+from slimrl.base.spans import PROFILED, RECORDING
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.mixture import DataOrder, Mixture
-from slimrl.data.output_file import check_output_file
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
 from slimrl.models.hf_config import read_hf_config
+from slimrl.observability.profiling.recorder import Profiled, Recorder, check_profiled
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
-from slimrl.profiling.recorder import Profiled, Recorder, check_profiled
-from slimrl.profiling.spans import PROFILED, RECORDING
+from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.checks.checkpoint_check import check_exported
 from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
-from slimrl.runtime.checks.task import Task, load_task
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
 from slimrl.runtime.loop import train_on_conversations as sft_loop

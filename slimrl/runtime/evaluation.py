@@ -7,11 +7,11 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from slimrl.base.atomic import write_whole
+from slimrl.base.output_file import check_output_file
 from slimrl.checkpoints.digests import file_digests
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.show import resolved_dict
-from slimrl.data.atomic import write_whole
-from slimrl.data.output_file import check_output_file
 from slimrl.evaluation.folder import EvalFolder
 from slimrl.evaluation.item import item_keys
 from slimrl.evaluation.items import Items
@@ -20,7 +20,7 @@ from slimrl.evaluation.result import SetResult, set_result
 from slimrl.evaluation.tables import print_results
 from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.progress import Progress
-from slimrl.runtime.checks.task import Task, load_task
+from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.start import logs_of_command, prepare, rollout_stage, started
 
 

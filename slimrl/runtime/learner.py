@@ -8,6 +8,8 @@ from slimrl.algorithms.passes import needs_old, needs_reference, needs_sums
 from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.token_advantages import has_token_advantages
+from slimrl.base.errors import RunError
+from slimrl.base.spans import SPANS
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import (
     OLD_LOGPROBS,
@@ -16,12 +18,10 @@ from slimrl.data.packing import (
     micro_batches,
 )
 from slimrl.data.trajectory import Trajectory
-from slimrl.profiling.spans import SPANS
-from slimrl.runtime.checks.task import GroupFilter
-from slimrl.runtime.cluster.errors import RunError
+from slimrl.rollout.group_filters import GroupFilters
+from slimrl.rollout.task.task import GroupFilter
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.critic import Critic
-from slimrl.runtime.group_filters import GroupFilters
 from slimrl.runtime.packed_updates import Update, make_updates
 from slimrl.runtime.state import RunState, count_skipped
 from slimrl.runtime.step_metrics import Step, policy_metrics, update_metrics

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from slimrl.base.errors import Preempted, StepDropped
 from slimrl.observability.run_folder import RunFolder
-from slimrl.runtime.cluster.errors import Preempted, StepDropped
 
 SIGNAL = signal.SIGUSR1
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.errors import RunError, StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import DataOrder
+from slimrl.observability.profiling.recorder import Recorder
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
-from slimrl.profiling.recorder import Recorder
-from slimrl.runtime.cluster.errors import RunError, StepDropped
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.state import CheckpointFolder, RunState

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from slimrl.algorithms.mismatch import mismatch_metrics
+from slimrl.base.errors import RunError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.packing import OLD_LOGPROBS, micro_batches, pack_for
 from slimrl.data.trajectory import Segment, Trajectory
-from slimrl.runtime.cluster.errors import RunError
+from slimrl.rollout.stage import RolloutStage
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
-from slimrl.runtime.rollout_stage import RolloutStage
 
 NUM_SCORED = 8
 """Segments; the first sampled ones of the step's trajectories"""

@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 
 from slimrl.agent.call_schemas import refuse_wrong_calls
+from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.algorithms.objective import cross_entropy
-from slimrl.chat.chat_format import ChatFormat
+from slimrl.base.rows import BrokenRows
 from slimrl.config.load import LoadedRecipe
+from slimrl.config.problem_collector import ProblemCollector
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import pack_for
 from slimrl.data.prompts import read_conversations
-from slimrl.data.rows import BrokenRows
 from slimrl.data.trajectory import Segment
-from slimrl.runtime.checks.dialogue import load_chat_format
-from slimrl.runtime.checks.problem_collector import ProblemCollector
+from slimrl.rollout.task.dialogue import load_chat_format
 from slimrl.runtime.run import Run
 from slimrl.runtime.state import count_skipped
 from slimrl.runtime.step_metrics import Step, update_metrics

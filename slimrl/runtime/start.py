@@ -16,13 +16,16 @@ from pathlib import Path
 import yaml
 
 from slimrl.agent.bounded_parser import close_parsers
+from slimrl.base.errors import RunError, StageError
+from slimrl.base.loop_thread import LoopThread
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
-from slimrl.data.loop_thread import LoopThread
-from slimrl.ipc.stale_files import clean_stale_segments
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.routing import RoutedEngines
+from slimrl.engines.teacher import Teacher
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.logs import log_to_file
@@ -30,27 +33,24 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.observability.samples import write_failed
+from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.rewards.comparers import close_comparers
-from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.errors import TooManyFailed
-from slimrl.rollout.routing import RoutedEngines
-from slimrl.rollout.teacher import Teacher
+from slimrl.rollout.stage import RolloutStage
+from slimrl.rollout.task.task import Task
+from slimrl.rollout.workers.pool import EpisodeWorkers
 from slimrl.runtime.checks.fetched_model import fetch_model
 from slimrl.runtime.checks.folder_check import check_nodes
 from slimrl.runtime.checks.start_check import read_files
-from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import RunError, StageError
 from slimrl.runtime.cluster.placement import most_slots, place_what_fits
 from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 from slimrl.runtime.cluster.sandbox_nodes import NodeSandboxes
-from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.versions_folder import versions_folder
-from slimrl.runtime.workers.pool import EpisodeWorkers
 
 ATTEMPT_WAITS_S = 180.0
 """How long to wait until the job's previous attempt has ended. Its processes have deadlines, and on NFS 4 the locks of

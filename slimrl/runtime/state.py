@@ -17,11 +17,11 @@ from typing import Any
 
 import xxhash
 
+from slimrl.base.errors import RunError, StageError
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.data.training import UpdateResult
 from slimrl.observability.run_folder import CHECKPOINT_NAME
-from slimrl.runtime.cluster.errors import RunError, StageError
 
 STATE_FILE = "state.json"
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from slimrl.base.spans import SPANS
 from slimrl.data.training import UpdateResult
-from slimrl.profiling.spans import SPANS
 
 
 class Step:

@@ -7,31 +7,31 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.errors import StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.engines.routing import EVALUATION
 from slimrl.evaluation.estimates import eval_metrics
 from slimrl.evaluation.item import Item, write_items
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.samples import write_samples
+from slimrl.rollout.dynamic_sampling import StepSampler
 from slimrl.rollout.environment_metrics import environment_metrics
+from slimrl.rollout.group_filters import GroupFilters
+from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.loop_lag import loop_lag_metrics
-from slimrl.rollout.routing import EVALUATION
+from slimrl.rollout.service import RolloutService
+from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_metrics
+from slimrl.rollout.task.task import Task
 from slimrl.runtime.background_evaluation import BackgroundEvaluation, Evaluated
-from slimrl.runtime.checks.task import Task
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import StepDropped
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
-from slimrl.runtime.dynamic_sampling import StepSampler
-from slimrl.runtime.group_filters import GroupFilters
-from slimrl.runtime.group_ledger import GroupLedger
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.reward_watch import RewardWatch
-from slimrl.runtime.rollout_service import RolloutService
-from slimrl.runtime.rollout_stage import RolloutStage
 from slimrl.runtime.run import Run
 from slimrl.runtime.score_check import ScoreCheck
 from slimrl.runtime.step_metrics import Step

@@ -16,13 +16,13 @@ import logging
 import time
 from collections.abc import Mapping
 
+from slimrl.base.errors import RunError, StageError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.observability.progress import Progress
 from slimrl.resync.session import ResyncReport
 from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import RunError, StageError
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.state import RunState

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slimrl.data.seeds import derive_seed
+from slimrl.base.seeds import derive_seed
 from slimrl.models.weight_map import WeightMap
 
 EXPERT_BIAS_STD = 0.01

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from slimrl.base.atomic import atomic_folder
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import write_safetensors
 from slimrl.config.alignment import round_up
 from slimrl.config.schema.trainer import ParallelConfig
-from slimrl.data.atomic import atomic_folder
 from slimrl.models.family import family_of
 from slimrl.toys.random_weights import random_tensors
 from slimrl.toys.toy_configs import TOYS, ToySize

@@ -19,9 +19,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from slimrl.algorithms.objective import LossFunction
+from slimrl.base.spans import SPANS
 from slimrl.data.packing import MicroBatch
 from slimrl.data.training import Layout, LogProbs, UpdateResult
-from slimrl.profiling.spans import SPANS
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
 from slimrl.trainer.mtp import MtpLoss

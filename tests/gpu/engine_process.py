@@ -23,8 +23,8 @@ from machine import spin
 from slimrl import device
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EnginePlace, GroupSpec, TensorPart
+from slimrl.engines.plugin import bucket_loader
 from slimrl.models.fingerprint import fingerprint
-from slimrl.sglang_plugin import bucket_loader
 
 START_S = 120.0
 """In which a process begins to listen."""

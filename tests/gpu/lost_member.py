@@ -8,7 +8,7 @@ from machine import on_gpu
 
 from slimrl import device
 from slimrl.data.weights import GroupSpec
-from slimrl.ipc.broadcast_group import BroadcastGroup, GroupError
+from slimrl.resync.ipc.broadcast_group import BroadcastGroup, GroupError
 
 NBYTES = 1 << 20
 GRACE_S = 10.0

@@ -10,8 +10,8 @@ from weight_sender import WeightSender
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.trainer import MtpConfig, ParallelConfig
+from slimrl.engines.servers.control import SglangControl
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.servers.control import SglangControl
 from slimrl.trainer.checkpointing.export import export_hf
 from slimrl.trainer.worker import TrainerWorker
 

@@ -9,9 +9,9 @@ from typing import Any
 from gpu_rehearsal.recipe import environment
 from slimrl import device
 from slimrl.config.schema.recipe import Recipe
+from slimrl.engines.servers.server import engine_arguments, engine_environment
 from slimrl.models.family import has_linear_attention
 from slimrl.models.offline_recipe import OfflineRecipe
-from slimrl.rollout.servers.server import engine_arguments, engine_environment
 
 
 def rehearse_engine(

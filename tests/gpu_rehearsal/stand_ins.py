@@ -12,7 +12,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from slimrl.sglang_plugin.cpu import torchvision_stub
+from slimrl.engines.plugin.cpu import torchvision_stub
 
 ENGINE_PACKAGES = {
     "sgl_kernel": "sglang-kernel",

@@ -17,12 +17,12 @@ import psutil
 from slimrl_tools.toy.calculator_data import write_calculator_data
 from slimrl_tools.toy.toy import ToySize, write_toy
 
-from slimrl.data.processes import await_end
+from slimrl.base.processes import await_end
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"
-ENGINE = "slimrl.sglang_plugin.launch"
+ENGINE = "slimrl.engines.plugin.launch"
 """In the command line of an engine's server"""
 SIZE = ToySize(layers=2, hidden=64, moe_intermediate=64)
 """0.3 million parameters."""

@@ -6,7 +6,7 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
-from slimrl.data.engine_key import EngineKey
+from slimrl.engines.engine_key import EngineKey
 
 KEY = EngineKey("the key of the tests' engines")
 

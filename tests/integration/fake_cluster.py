@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from slimrl.data.processes import await_end
+from slimrl.base.processes import await_end
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = (

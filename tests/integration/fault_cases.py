@@ -18,10 +18,10 @@ from slimrl.config.schema.resync import ResyncConfig
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.data.weights import EngineControl
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.server import EngineServer
 from slimrl.observability.memory import session_members
 from slimrl.resync.session import ResyncError, ResyncReport, ResyncSession
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.server import EngineServer
 from slimrl.trainer.weight_source import MegatronWeightSource
 
 CALL_TIMEOUT_S = 6.0

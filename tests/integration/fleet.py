@@ -12,7 +12,7 @@ from engine_probes import KEY
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.servers.server import EngineServer
 
 
 class Fleet:

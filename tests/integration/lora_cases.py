@@ -10,9 +10,9 @@ import torch.distributed as dist
 from trainer_cases import packed_batches, token_cross_entropy, trainer_config
 from weight_cases import change_layout, join
 
+from slimrl.base.seeds import derive_seed
 from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema.trainer import LoraConfig, OptimizerConfig
-from slimrl.data.seeds import derive_seed
 from slimrl.models.adapters import adapter_map, layer_name
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config

@@ -5,8 +5,8 @@ import time
 import torch
 
 from slimrl.data.weights import EnginePlace
-from slimrl.ipc.shared_buffer import open_shared
 from slimrl.models.fingerprint import fingerprint
+from slimrl.resync.ipc.shared_buffer import open_shared
 
 
 class MemoryEngine:

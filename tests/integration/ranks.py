@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from slimrl import device
-from slimrl.rollout.servers.ports import free_port
+from slimrl.engines.servers.ports import free_port
 
 
 def run_ranks(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from slimrl.data.processes import await_end
+from slimrl.base.processes import await_end
+from slimrl.engines.servers.ports import free_ports
 from slimrl.launch.ray_node import client_server_option
-from slimrl.rollout.servers.ports import free_ports
 
 START_S = 90.0
 STARTED = "Ray runtime started"

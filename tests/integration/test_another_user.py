@@ -22,8 +22,8 @@ from other_user import as_nobody, command_lines, needs_root, opened, send_rubbis
 
 from slimrl.agent.gateway.connection import Connection
 from slimrl.data.trajectory import POSTED_REWARD
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.observability.run_folder import RunFolder
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
@@ -140,7 +140,7 @@ def test_the_keys_stand_nowhere_that_others_read(running: Running):
     secrets = [*running.keys, running.token]
     assert all(len(secret) >= 43 for secret in secrets)
     texts = {"command lines and environments": command_lines()}
-    assert "slimrl.sglang_plugin.launch" in texts["command lines and environments"]
+    assert "slimrl.engines.plugin.launch" in texts["command lines and environments"]
     ray = running.private / "ray"
     for path in (*running.folder.path.rglob("*"), *ray.rglob("*")):
         if path.is_file() and path.stat().st_size < 64 * 1024**2:
@@ -153,7 +153,7 @@ def test_the_keys_stand_nowhere_that_others_read(running: Running):
 @needs_root
 def test_another_user_reads_no_secret_of_a_process(running: Running):
     said = as_nobody(command_lines)
-    assert "slimrl.sglang_plugin.launch" in said
+    assert "slimrl.engines.plugin.launch" in said
     assert running.token not in said
     assert not any(key in said for key in running.keys)
 

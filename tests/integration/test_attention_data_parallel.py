@@ -14,9 +14,9 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import GenerateRequest
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.servers.control import EngineMemory, SglangControl
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.servers.control import EngineMemory, SglangControl
 
 pytestmark = [
     pytest.mark.integration,

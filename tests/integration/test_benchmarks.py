@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sandboxes import needs_namespaces
 
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -64,7 +64,7 @@ def test_sglang_skips_the_same_modules_and_dequantises_to_the_same_bits(tmp_path
     (tmp_path / "configs.json").write_text(json.dumps(configs))
     out = run_python(f"""
         import json, pathlib
-        from slimrl.sglang_plugin.cpu import install
+        from slimrl.engines.plugin.cpu import install
         install()
         import torch
         from safetensors.torch import load_file

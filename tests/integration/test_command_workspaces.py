@@ -22,7 +22,7 @@ from slimrl.agent.gateway.workspace import INHERITED
 from slimrl.config.schema.agent import AgentConfig, CommandSandboxConfig
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.trajectory import Status
-from slimrl.runtime.checks.sandbox import check_command_sandbox
+from slimrl.rollout.task.sandbox import check_command_sandbox
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

@@ -13,15 +13,15 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from small_models import CONFIGS, small_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
-from slimrl.data.seeds import derive_seed
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.lockstep import LockstepEngine
+from slimrl.engines.servers.control import SglangControl
 from slimrl.models.families.qwen3_next import unserved
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.lockstep import LockstepEngine
-from slimrl.rollout.servers.control import SglangControl
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(240)]
 

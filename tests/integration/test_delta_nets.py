@@ -140,7 +140,7 @@ def test_a_supervised_run_learns_and_exports_a_whole_checkpoint(tmp_path):
 
 SGLANG_READS = """
 import json, sys
-from slimrl.sglang_plugin import cpu
+from slimrl.engines.plugin import cpu
 cpu.install()
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 read = []

@@ -17,12 +17,12 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.engines.servers.control import EngineMemory, SglangControl
+from slimrl.engines.servers.ports import free_port
+from slimrl.engines.servers.process import ServerError
+from slimrl.engines.servers.server import EnginePart, EngineServer
 from slimrl.models.fingerprint import fingerprint
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.servers.control import EngineMemory, SglangControl
-from slimrl.rollout.servers.ports import free_port
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import EnginePart, EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.server import EngineServer
 from slimrl.models.fingerprint import fingerprint
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -19,20 +19,20 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from worker_cases import NumberedEngine, SeededEngine, total
 
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.base.errors import RunError, StageError, StepDropped
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
+from slimrl.engines.routing import RoutedEngines
+from slimrl.engines.turn_logs import LoggedTurn
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
-from slimrl.rollout.routing import RoutedEngines
 from slimrl.rollout.slots import Slots
-from slimrl.rollout.turn_logs import LoggedTurn
-from slimrl.runtime.checks.episodes import load_episode_code
-from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
-from slimrl.runtime.rollout_stage import RolloutStage
-from slimrl.runtime.workers.pool import EpisodeWorkers
+from slimrl.rollout.stage import RolloutStage
+from slimrl.rollout.task.episodes import load_episode_code
+from slimrl.rollout.workers.pool import EpisodeWorkers
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -81,7 +81,7 @@ def stage_of(recipe: Recipe, logs: Path, engine: Engine | None = None) -> Iterat
 
 def worker_processes(parent: int | None = None) -> list[psutil.Process]:
     children = psutil.Process(parent).children(recursive=True)
-    return [child for child in children if "slimrl.runtime.workers.worker" in child.cmdline()]
+    return [child for child in children if "slimrl.rollout.workers.worker" in child.cmdline()]
 
 
 def prompts(*labels: str) -> list[Prompt]:
@@ -237,7 +237,7 @@ def test_lost_episodes_count_for_the_fraction_that_may_fail(stage, recipe, folde
 
 @pytest.mark.full
 def test_a_worker_that_is_blocked_for_good_is_ended(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("slimrl.runtime.workers.pool.GRACE_S", 0.5)
+    monkeypatch.setattr("slimrl.rollout.workers.pool.GRACE_S", 0.5)
     recipe = recipe_of(model, tmp_path, 2, trajectory_timeout_s=2.0)
     recipe.agent.start_timeout_s, recipe.agent.start_retries, recipe.agent.close_timeout_s = 1.0, 0, 0.5
     with stage_of(recipe, tmp_path / "logs") as stage:
@@ -251,7 +251,7 @@ def test_a_worker_that_is_blocked_for_good_is_ended(model, tmp_path, monkeypatch
 def test_an_episode_that_waits_for_a_place_goes_to_the_new_worker_and_not_to_the_one_that_was_ended(
     model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("slimrl.runtime.workers.pool.GRACE_S", 0.5)
+    monkeypatch.setattr("slimrl.rollout.workers.pool.GRACE_S", 0.5)
     recipe = recipe_of(model, tmp_path, 2, trajectory_timeout_s=2.0, max_concurrency_per_engine=1)
     recipe.agent.start_timeout_s, recipe.agent.start_retries, recipe.agent.close_timeout_s = 1.0, 0, 0.5
     with stage_of(recipe, tmp_path / "logs") as stage:

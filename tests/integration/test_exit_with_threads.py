@@ -13,9 +13,9 @@ import sys, threading, time
 sys.setswitchinterval(5.0)
 import torch
 from slimrl.data.weights import GroupSpec
-from slimrl.ipc.broadcast_group import BroadcastGroup, serve_store
+from slimrl.resync.ipc.broadcast_group import BroadcastGroup, serve_store
 from slimrl.resync.sending import SendThread
-from slimrl.sglang_plugin.bucket_receiver import EngineReceivers
+from slimrl.engines.plugin.bucket_receiver import EngineReceivers
 
 class OnlyRank:
     rank, per_node = 0, 1

@@ -13,12 +13,12 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from trainer_cases import token_cross_entropy, trainer_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.transcript import Transcript
 from slimrl.algorithms.mismatch import mismatch_metrics
 from slimrl.algorithms.replay_gap import replay_gap_metrics
 from slimrl.algorithms.routing import compare_routing
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
 from slimrl.config.schema.algorithm import RoutingReplay
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
@@ -26,8 +26,8 @@ from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.engine import GenerateRequest
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment, Status, Trajectory
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.servers.server import EngineServer
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.layout.parallel import destroy_parallel
 from slimrl.trainer.local_batch import shard_context

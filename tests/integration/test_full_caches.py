@@ -14,8 +14,8 @@ from slimrl import device
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import GenerateRequest
+from slimrl.engines.client import SglangEngine
 from slimrl.rollout import pressure
-from slimrl.rollout.client import SglangEngine
 from slimrl.rollout.pressure import CachePressure
 
 pytestmark = [

@@ -19,8 +19,8 @@ from slimrl.agent.gateway.connection import Connection
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.trajectory import Status
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.servers.control import SglangControl
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.servers.control import SglangControl
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

@@ -18,7 +18,7 @@ from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.rewards.environment import environment_return
-from slimrl.runtime.checks.environment import load_environment
+from slimrl.rollout.task.environment import load_environment
 
 pytestmark = pytest.mark.integration
 

@@ -22,11 +22,11 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolAnswer, ToolCrash, ToolError, ToolsUnavailable, make_tool
 from slimrl.cli import app
 from slimrl.config.load import load_recipe
+from slimrl.config.problem_collector import ProblemCollector
 from slimrl.config.schema.agent import AgentConfig, McpServerConfig
 from slimrl.data.trajectory import Status
-from slimrl.rollout.servers.ports import free_port
-from slimrl.runtime.checks.problem_collector import ProblemCollector
-from slimrl.runtime.checks.tools import load_tools
+from slimrl.engines.servers.ports import free_port
+from slimrl.rollout.task.tools import load_tools
 
 pytestmark = pytest.mark.integration
 

@@ -16,9 +16,9 @@ from slimrl.agent.tools import ToolBox
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status
+from slimrl.engines.servers.ports import free_port
 from slimrl.rewards.environment import environment_return
-from slimrl.rollout.servers.ports import free_port
-from slimrl.runtime.checks.environment import load_environment
+from slimrl.rollout.task.environment import load_environment
 
 pytestmark = pytest.mark.integration
 

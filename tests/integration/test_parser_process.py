@@ -21,8 +21,8 @@ from slimrl.agent import bounded_parser, parser_process
 from slimrl.agent.bounded_parser import NOT_IN_TIME, BoundedParser, _Processes, close_parsers
 from slimrl.agent.parser_process import OutOfCpuTime, ParserFailed, ParserProcess
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall, make_parser
+from slimrl.base.threads import task_threads
 from slimrl.config.package_fields import tool_call_parsers
-from slimrl.data.threads import task_threads
 
 TOOL = {
     "type": "function",

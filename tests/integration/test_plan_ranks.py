@@ -10,12 +10,12 @@ from trainer_cases import LAYERS, VOCAB, Run, in_layouts, model_config, start, t
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig
+from slimrl.estimates.planner.activations import layer_bytes
+from slimrl.estimates.planner.model_state import state_bytes
+from slimrl.estimates.planner.parameters import ParameterTable, built_stages, stage_total
+from slimrl.estimates.planner.shape import Shape
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
-from slimrl.planner.activations import layer_bytes
-from slimrl.planner.model_state import state_bytes
-from slimrl.planner.parameters import ParameterTable, built_stages, stage_total
-from slimrl.planner.shape import Shape
 from slimrl.trainer.build import build_model, transformer_config
 from slimrl.trainer.layout.parallel import destroy_parallel
 from slimrl.trainer.layout.source_layout import layers_of_stages

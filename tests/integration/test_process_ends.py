@@ -12,8 +12,8 @@ from slimrl_tools.toy.toy import write_toy
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.rollout.servers.process import ServerError, ServerProcess
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.servers.process import ServerError, ServerProcess
+from slimrl.engines.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

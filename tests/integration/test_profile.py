@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from cli_runs import RECIPES, make_workspace, succeed
 
-from slimrl.profiling.breakdown import step_profiles
-from slimrl.profiling.trace import read_spans
+from slimrl.observability.profiling.breakdown import step_profiles
+from slimrl.observability.profiling.trace import read_spans
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -17,10 +17,10 @@ from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.data.engine import EngineError
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.server import EngineServer
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transports.collective import CollectiveTransport
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -19,10 +19,10 @@ from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.speculative import DraftMode, SpeculativeConfig
 from slimrl.config.schema.trainer import MtpConfig, ParallelConfig
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.server import EngineServer
 from slimrl.models.fingerprint import fingerprint
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.server import EngineServer
 from slimrl.trainer.weights import load_hf_weights
 from slimrl.trainer.worker import TrainerWorker
 

@@ -28,13 +28,13 @@ from fleet import Fleet
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 
+from slimrl.checkpoints.versions.directory import VersionDirectory
+from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import EngineServer
-from slimrl.versions.directory import VersionDirectory
-from slimrl.versions.manifest import read_manifest
+from slimrl.engines.servers.process import ServerError
+from slimrl.engines.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

@@ -19,15 +19,15 @@ from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.server import EngineServer
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.metrics import read_metrics
 from slimrl.quantization.fp8 import dequantize, quantize
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transports.ipc import IpcTransport
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.server import EngineServer
-from slimrl.runtime.checks.engine_format import engine_transform
+from slimrl.rollout.task.engine_format import engine_transform
 
 pytestmark = [
     pytest.mark.integration,

@@ -18,9 +18,9 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.server import EngineServer
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(400)]
 

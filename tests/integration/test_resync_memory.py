@@ -17,20 +17,20 @@ from memory_engine import MemoryEngine
 from ranks import run_ranks
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.data.weights import packed_bytes
-from slimrl.ipc.shared_buffer import open_shared
 from slimrl.models.fingerprint import add_hashes, as_hex, partial_hash
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.memory import MemoryWatch
 from slimrl.quantization.fp8 import BlockFp8
+from slimrl.resync.ipc.shared_buffer import open_shared
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transform import quantize_transform
 from slimrl.toys.sized_toy import sized_config, write_sized_toy
 from slimrl.trainer.worker import TrainerWorker
-from slimrl.versions.manifest import read_manifest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -9,9 +9,9 @@ from slimrl import device
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.server import EngineServer
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [
     pytest.mark.integration,

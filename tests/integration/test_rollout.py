@@ -21,18 +21,18 @@ from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
 
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
-from slimrl.data.seeds import derive_seed
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.lockstep import LockstepEngine
+from slimrl.engines.routing import RoutedEngines
+from slimrl.engines.servers.control import EngineMemory, SglangControl
+from slimrl.engines.servers.process import ServerError
+from slimrl.engines.servers.server import EngineServer
 from slimrl.observability.memory import session_members
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.lockstep import LockstepEngine
-from slimrl.rollout.routing import RoutedEngines
-from slimrl.rollout.servers.control import EngineMemory, SglangControl
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import EngineServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -319,8 +319,8 @@ import sys, time
 from pathlib import Path
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.engine_key import new_key
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.engine_key import new_key
+from slimrl.engines.servers.server import EngineServer
 rollout = RolloutConfig(max_trajectory_tokens=64, max_concurrency_per_engine=4, startup_timeout_s=200)
 log = Path(sys.argv[2]) / "engine.log"
 server = EngineServer(0, rollout, sys.argv[1], log, key=new_key(), precision=Precision.fp32)

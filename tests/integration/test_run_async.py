@@ -11,8 +11,8 @@ from cli_runs import RECIPES, CliRun, Workspace, make_workspace, succeed
 from slow_talk import FILE_VARIABLE, TURNS, end_turns
 
 from slimrl.data.trajectory import from_json
+from slimrl.engines.turn_logs import read_turns
 from slimrl.observability.metrics import read_metrics
-from slimrl.rollout.turn_logs import read_turns
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

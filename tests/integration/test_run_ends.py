@@ -9,8 +9,8 @@ import psutil
 import pytest
 from cli_runs import RECIPES, CliRun, Workspace, make_workspace, num_logged_steps
 
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.observability.run_folder import RunFolder
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(500)]
 
@@ -102,7 +102,7 @@ def test_ctrl_c_in_a_rollout_leaves_nothing(start: Start):
 @pytest.mark.parametrize("moment", ["ray", "actors", "engines"])
 def test_ctrl_c_while_starting_leaves_nothing(start: Start, moment: str):
     run, _ = start()
-    signs = {"ray": "gcs_server", "actors": "ray::TrainerActor", "engines": "slimrl.sglang_plugin.launch"}
+    signs = {"ray": "gcs_server", "actors": "ray::TrainerActor", "engines": "slimrl.engines.plugin.launch"}
     run.wait_until(lambda: bool(run.members(signs[moment])), START_S)
     run.interrupt_as_terminal()
     assert_ended(run, 1, "ended by SIGINT")

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slimrl.observability.metrics import is_metric, read_metrics
+from slimrl.observability.profiling.breakdown import step_profiles
+from slimrl.observability.profiling.trace import read_spans
 from slimrl.observability.run_folder import RunFolder
-from slimrl.profiling.breakdown import step_profiles
-from slimrl.profiling.trace import read_spans
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 

@@ -34,7 +34,7 @@ from slimrl.agent.tools import ToolBox
 from slimrl.config.load import read_recipe
 from slimrl.config.schema.agent import AgentConfig, SandboxBackend, SandboxConfig
 from slimrl.data.trajectory import Prompt
-from slimrl.runtime.checks.sandbox import check_sandbox
+from slimrl.rollout.task.sandbox import check_sandbox
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 ROOMY = replace(SMALL, wall_s=20.0)  # a deadline that a busy machine keeps too

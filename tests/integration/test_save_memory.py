@@ -12,9 +12,9 @@ from trainer_cases import Run, model_config, start, trainer_config
 
 from megatron_patches import checkpointing
 from slimrl.config.schema.precision import Precision
-from slimrl.planner import save
-from slimrl.planner.parameters import built_stages
-from slimrl.planner.save import node_save_bytes, save_bytes
+from slimrl.estimates.planner import save
+from slimrl.estimates.planner.parameters import built_stages
+from slimrl.estimates.planner.save import node_save_bytes, save_bytes
 from slimrl.trainer.checkpointing import checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

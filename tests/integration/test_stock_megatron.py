@@ -13,7 +13,7 @@ from slimrl_tools.convert.options import Options
 from stock_megatron import DIM, EXPERTS, GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, WIDE, save_stock
 from transformers import AutoModelForCausalLM
 
-from slimrl.rollout.servers.ports import free_port
+from slimrl.engines.servers.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

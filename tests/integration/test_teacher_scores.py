@@ -14,13 +14,13 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from transformers import AutoModelForCausalLM
 
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import EngineError, GenerateRequest, ScoreRequest
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Segment, Status, Trajectory
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.teacher import Teacher
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.teacher import Teacher
 from slimrl.runtime.checks.teacher_check import why_no_teacher
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(240)]

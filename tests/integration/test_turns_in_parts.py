@@ -16,15 +16,15 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from transformers import AutoModelForCausalLM
 
 from slimrl import device
-from slimrl.chat.template import ChatTemplate
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import PauseMode, ResyncConfig, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.continued import ContinuedEngine
+from slimrl.engines.servers.control import SglangControl
 from slimrl.resync.session import ResyncSession
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.continued import ContinuedEngine
-from slimrl.rollout.servers.control import SglangControl
 
 pytestmark = [
     pytest.mark.integration,

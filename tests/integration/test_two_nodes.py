@@ -35,7 +35,7 @@ LOSS_S = 120.0
 STOPPED_S = 6.0
 """Longer than the training between a rollout and its resync on an idle machine, shorter than a resync's deadline"""
 SPREAD = ("rollout.engine_tp=2", "rollout.engine_nodes=2")
-OURS = ("ray::TrainerActor", "ray::EngineActor", "slimrl.sglang_plugin.launch")
+OURS = ("ray::TrainerActor", "ray::EngineActor", "slimrl.engines.plugin.launch")
 
 StartNodes = Callable[..., RayNodes]
 

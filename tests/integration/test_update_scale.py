@@ -23,7 +23,7 @@ from slimrl.config.schema.trainer import OptimizerConfig, TrainerConfig
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.training import MemoryPart
 from slimrl.data.trajectory import Segment
-from slimrl.rollout.servers.ports import free_port
+from slimrl.engines.servers.ports import free_port
 from slimrl.trainer.worker import TrainerWorker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

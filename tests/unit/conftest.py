@@ -9,7 +9,7 @@ import pytest
 
 def pytest_unconfigure() -> None:
     """Tools that tests left hanging come back before the interpreter ends, which they would abort."""
-    from slimrl.data.threads import task_threads
+    from slimrl.base.threads import task_threads
 
     deadline = time.monotonic() + 10
     for thread in task_threads():
@@ -29,10 +29,10 @@ def toy(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 kB in versions, so that a tensor of a test has several."""
-    from slimrl.versions import codec
+    from slimrl.checkpoints.versions import codec
 
     for module in ("codec", "apply"):
-        monkeypatch.setattr(f"slimrl.versions.{module}.BLOCK_BYTES", 4096)
+        monkeypatch.setattr(f"slimrl.checkpoints.versions.{module}.BLOCK_BYTES", 4096)
     assert codec.BLOCK_BYTES == 4096
 
 

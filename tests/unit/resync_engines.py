@@ -9,11 +9,11 @@ from engine_ranks import OnlyRank
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec, packed_bytes
-from slimrl.ipc.broadcast_group import GroupError
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.engines.plugin.bucket_receiver import EngineReceivers
 from slimrl.models.fingerprint import fingerprint
+from slimrl.resync.ipc.broadcast_group import GroupError
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.resync.session import ResyncSession
-from slimrl.sglang_plugin.bucket_receiver import EngineReceivers
 
 
 class Source:

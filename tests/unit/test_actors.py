@@ -13,10 +13,10 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from slimrl.rollout.servers.process import ServerError
+from slimrl.base.errors import ActorLost, NodeLost, StageError
+from slimrl.engines.servers.process import ServerError
 from slimrl.runtime.cluster import actors
 from slimrl.runtime.cluster.actors import ActorGroup
-from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
 from slimrl.runtime.cluster.placement import Node
 
 NEVER = float("inf")

@@ -11,11 +11,11 @@ from slimrl.agent.tools import make_tool
 from slimrl.config.check import check_recipe
 from slimrl.config.functions import function_violations
 from slimrl.config.load import LoadedRecipe, load_recipe
+from slimrl.config.problem_collector import ProblemCollector
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
-from slimrl.runtime.checks.environment import check_summary_request, load_subagents, load_summary_rule
-from slimrl.runtime.checks.problem_collector import ProblemCollector
-from slimrl.runtime.checks.tools import load_tools
+from slimrl.rollout.task.environment import check_summary_request, load_subagents, load_summary_rule
+from slimrl.rollout.task.tools import load_tools
 
 RECIPE = "recipes/tiny_moe/gspo_calculator.yaml"
 HELPER = "agent.subagents.helper={description: Helps., max_turns: 2}"

@@ -12,7 +12,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.cli import app
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.runtime.checks.dialogue import load_chat_format, load_dialogues
+from slimrl.rollout.task.dialogue import load_chat_format, load_dialogues
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = RECIPES / "tiny_moe" / "gspo_calculator.yaml"

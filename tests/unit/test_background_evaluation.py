@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from slimrl.base.errors import RunError
+from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.loop_thread import LoopThread
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.runtime.background_evaluation import BackgroundEvaluation
-from slimrl.runtime.cluster.errors import RunError
 
 PROMPTS = [Prompt(prompt_id=f"p{number}", messages=[], label=None) for number in range(3)]
 VERSION = 4

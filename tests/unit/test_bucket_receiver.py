@@ -20,11 +20,17 @@ from thread_meeting import Meeting
 
 from slimrl import device
 from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
-from slimrl.ipc.broadcast_group import BroadcastGroup, GroupError, serve_store
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
-from slimrl.sglang_plugin import bucket_receiver
-from slimrl.sglang_plugin.bucket_loader import around_destroy_group, leave_group, open_payload, received_payload, update
-from slimrl.sglang_plugin.bucket_receiver import BucketReceiver, EngineReceivers
+from slimrl.engines.plugin import bucket_receiver
+from slimrl.engines.plugin.bucket_loader import (
+    around_destroy_group,
+    leave_group,
+    open_payload,
+    received_payload,
+    update,
+)
+from slimrl.engines.plugin.bucket_receiver import BucketReceiver, EngineReceivers
+from slimrl.resync.ipc.broadcast_group import BroadcastGroup, GroupError, serve_store
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the receivers here take host memory")
 

@@ -10,12 +10,12 @@ from slimrl_tools.toy.toy_tokenizer import MAX_VOCABULARY, build_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from slimrl.agent.calculator import calculator
+from slimrl.agent.chat.chat_format import CallName, ChatFormat, tool_results
+from slimrl.agent.chat.reserved import reserved_tokens
+from slimrl.agent.chat.stop_tokens import stop_token_ids
+from slimrl.agent.chat.template import ChatTemplate
+from slimrl.agent.chat.tokenizer import load_tokenizer
 from slimrl.agent.tools import make_tool
-from slimrl.chat.chat_format import CallName, ChatFormat, tool_results
-from slimrl.chat.reserved import reserved_tokens
-from slimrl.chat.stop_tokens import stop_token_ids
-from slimrl.chat.template import ChatTemplate
-from slimrl.chat.tokenizer import load_tokenizer
 from slimrl.models.hf_config import published_config
 
 SYSTEM = {"role": "system", "content": "Put the answer in \\boxed{}."}
@@ -319,7 +319,7 @@ def test_a_config_that_neither_transformers_nor_code_of_its_own_knows_is_named(t
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own | {"eos_token": "<end>"}))
     if has_file:
         (tmp_path / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str())
-    load = "import sys, slimrl.chat.tokenizer as t; t.load_tokenizer(t.Path(sys.argv[1]), trust_remote_code=True)"
+    load = "import sys, slimrl.agent.chat.tokenizer as t; t.load_tokenizer(t.Path(sys.argv[1]), trust_remote_code=True)"
     done = subprocess.run([sys.executable, "-c", load, tmp_path], capture_output=True, text=True, timeout=120)
     message = done.stderr.splitlines()[-1]
     assert re.match(r"ValueError: .*transformers knows no model_type 'kimi_of_somebody', and no auto_map", message)

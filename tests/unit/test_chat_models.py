@@ -25,7 +25,7 @@ from slimrl.agent.dialogue import make_dialogue
 from slimrl.agent.parsers import ToolCall, make_parser
 from slimrl.agent.tools import ToolAnswer
 from slimrl.data.trajectory import Status
-from slimrl.runtime.checks.dialogue import load_parser
+from slimrl.rollout.task.dialogue import load_parser
 
 KEYS = PLAYED
 WHOLE = [key for key in KEYS if key not in ("deepseek_r1", "deepseek_v3", "hermes3", "kimi_k2_0711", "qwq")]

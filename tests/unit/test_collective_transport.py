@@ -10,8 +10,8 @@ from resync_engines import Source, config, weights
 from slimrl.config.schema.resync import DeltaEncoding, TransportName
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EnginePlace, TensorPart, TensorSpec
-from slimrl.ipc.broadcast_group import GroupError
 from slimrl.resync.engine_calls import EnginesFailed
+from slimrl.resync.ipc.broadcast_group import GroupError
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.session import make_transport
 from slimrl.resync.transports import collective

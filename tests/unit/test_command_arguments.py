@@ -12,20 +12,20 @@ import typer
 from typer.testing import CliRunner
 
 from slimrl import cli
+from slimrl.base.errors import Interrupted, Preempted, RunError, StageError
 from slimrl.cli import runs
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.config import load
 from slimrl.config.schema.recipe import Recipe
+from slimrl.estimates.planner import command as planner_command
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.resync.machine import Machine
 from slimrl.launch import job_check, submit
 from slimrl.launch.reports import LaunchError
 from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.logs import log_to_file
-from slimrl.planner import command as planner_command
-from slimrl.planner.hardware import Hardware
-from slimrl.resync.estimate.machine import Machine
 from slimrl.runtime import commands, evaluation
 from slimrl.runtime.checks import config_check
-from slimrl.runtime.cluster.errors import Interrupted, Preempted, RunError, StageError
 from slimrl.runtime.resync_tools import resync_bench
 
 

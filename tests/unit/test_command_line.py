@@ -64,7 +64,7 @@ def test_a_report_says_where_it_is(tmp_path: Path):
     ("command", "option", "work"),
     [
         (("report", "RUN"), "--out", "slimrl.observability.report.write_curve"),
-        (("simulate", SPLIT), "--json-file", "slimrl.simulator.command.Simulator.rows_by_mode"),
+        (("simulate", SPLIT), "--json-file", "slimrl.estimates.simulator.command.Simulator.rows_by_mode"),
         (("eval", "compare", "RUN", "RUN"), "--json-file", "slimrl.evaluation.comparison.compare"),
         (("rollout", SPLIT), "--out", "slimrl.runtime.commands.prepare"),
     ],

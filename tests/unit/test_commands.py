@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.base.errors import Preempted, RunError, StageError
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompts import Sampler
@@ -13,7 +14,6 @@ from slimrl.data.trajectory import Prompt, Status
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
 from slimrl.runtime import commands, start
-from slimrl.runtime.cluster.errors import Preempted, RunError, StageError
 from slimrl.runtime.cluster.processes import Processes
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.resync_tools import resync_bench

@@ -11,7 +11,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
-from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.rollout.stage import RolloutStage
 
 
 class Episodes:

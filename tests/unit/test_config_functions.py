@@ -9,11 +9,11 @@ import pytest
 
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.functions import _defined_names, _find, absent_modules, function_violations, reward_warnings
+from slimrl.config.import_path import resolve
 from slimrl.config.problems import fitting_text, multiples_text
 from slimrl.config.schema.agent import AgentConfig, SandboxConfig, SubagentConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
-from slimrl.data.import_path import resolve
 from slimrl.rewards.http import EndpointSettings, JsonEndpoint
 from slimrl.rewards.judge import JudgeSettings, _Judging
 from slimrl.rewards.loading import Supplies, load_part

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
-from slimrl.chat.template import ChatTemplate
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateResult
-from slimrl.rollout import continued as module
-from slimrl.rollout.continued import ContinuedEngine, continued
+from slimrl.engines import continued as module
+from slimrl.engines.continued import ContinuedEngine, continued
 
 TURN = list(range(50, 70))
 """What the engine would sample; the token at a place has the log-prob -place."""

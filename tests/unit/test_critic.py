@@ -9,13 +9,13 @@ import pytest
 from test_learner import AnsweringTrainers, pairs, recipe
 
 from slimrl.algorithms.values import value_objective
+from slimrl.base.errors import RunError
 from slimrl.config.schema.algorithm import KlEstimator, KlPlace
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import micro_batches
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Status
-from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step

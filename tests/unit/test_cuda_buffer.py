@@ -19,9 +19,9 @@ from slimrl import device
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import TrainerConfig
-from slimrl.ipc.allocator import forbid_expandable_segments
-from slimrl.ipc.shared_buffer import CUDA_PREFIX, CudaBuffer, open_shared
-from slimrl.rollout.servers.server import engine_environment
+from slimrl.engines.servers.server import engine_environment
+from slimrl.resync.ipc.allocator import forbid_expandable_segments
+from slimrl.resync.ipc.shared_buffer import CUDA_PREFIX, CudaBuffer, open_shared
 from slimrl.runtime.cluster.engine_actor import EngineActor
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 

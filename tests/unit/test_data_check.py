@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from slimrl.cli import app
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.runtime.checks.task import load_task
+from slimrl.rollout.task.task import load_task
 from slimrl.runtime.sft import read_examples
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import zstandard
 
+from slimrl.checkpoints.versions.codec import BLOCK_BYTES, BlockCodec
 from slimrl.config.schema.resync import DeltaEncoding
-from slimrl.versions.codec import BLOCK_BYTES, BlockCodec
 
 ENCODINGS = list(DeltaEncoding)
 

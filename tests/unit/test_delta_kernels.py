@@ -7,14 +7,9 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from slimrl.sglang_plugin.cpu import gates, sgl_kernel_stub
-from slimrl.sglang_plugin.cpu.delta_rule import (
-    CHUNK,
-    chunk_gated_delta_rule,
-    gating,
-    sigmoid_gating_delta_rule_update,
-)
-from slimrl.sglang_plugin.cpu.short_convolution import causal_conv1d_fn, causal_conv1d_update
+from slimrl.engines.plugin.cpu import gates, sgl_kernel_stub
+from slimrl.engines.plugin.cpu.delta_rule import CHUNK, chunk_gated_delta_rule, gating, sigmoid_gating_delta_rule_update
+from slimrl.engines.plugin.cpu.short_convolution import causal_conv1d_fn, causal_conv1d_update
 
 KEY_HEADS, HEADS, KEY, VALUE = 2, 6, 4, 5
 SLOTS = 9

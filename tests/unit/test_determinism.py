@@ -15,8 +15,8 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import TrainerConfig
+from slimrl.engines.servers.server import engine_arguments
 from slimrl.models.megatron_config import MegatronModelConfig
-from slimrl.rollout.servers.server import engine_arguments
 from slimrl.runtime.cluster import engine_actor
 from slimrl.runtime.cluster.engine_actor import EngineActor
 from slimrl.runtime.cluster.trainer_actor import TrainerActor

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from slimrl.algorithms.prompt_values import PromptValues
+from slimrl.base.errors import StepDropped
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
-from slimrl.runtime.cluster.errors import StepDropped
-from slimrl.runtime.dynamic_sampling import StepSampler
+from slimrl.rollout.dynamic_sampling import StepSampler
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=None) for i in range(12)]
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from slimrl.base.errors import Interrupted
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster import ending
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
-from slimrl.runtime.cluster.errors import Interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ class Process:
     def cmdline(self) -> list[str]:
         if self.gone:
             raise psutil.NoSuchProcess(self.pid)
-        return ["python", "-m", "slimrl.sglang_plugin.launch", "--api-key", "secret"]
+        return ["python", "-m", "slimrl.engines.plugin.launch", "--api-key", "secret"]
 
     def kill(self) -> None:
         if self.gone:
@@ -114,5 +114,5 @@ def test_processes_that_a_run_started_are_waited_for_and_killed_if_they_stay(mon
     family.end()
     assert [process.killed for process in (older, ends, stays, gone, late)] == [False, False, True, False, True]
     assert waited == [({2, 3, 4, 5}, ending.END_TIMEOUT_S), ({3, 4, 5}, ending.END_TIMEOUT_S)]
-    assert "killing 3, which did not end: python -m slimrl.sglang_plugin.launch" in caplog.text
+    assert "killing 3, which did not end: python -m slimrl.engines.plugin.launch" in caplog.text
     assert "secret" not in caplog.text

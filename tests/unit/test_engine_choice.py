@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from slimrl.data.engine import GenerateRequest
-from slimrl.rollout import engine_choice
-from slimrl.rollout.engine_choice import EngineChoice
+from slimrl.engines import engine_choice
+from slimrl.engines.engine_choice import EngineChoice
 
 A, B, C = "http://a", "http://b", "http://c"
 SEEDS = range(60)

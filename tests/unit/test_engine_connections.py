@@ -14,12 +14,12 @@ from engine_server import EngineServer, serving
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError, GenerateRequest
-from slimrl.data.engine_key import EngineKey
 from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
-from slimrl.rollout import client
-from slimrl.rollout.client import SglangEngine, batch_body, request_body
-from slimrl.rollout.servers.control import EngineMemory, SglangControl
-from slimrl.sglang_plugin.bucket_loader import bucket_payload, open_payload, received_payload
+from slimrl.engines import client
+from slimrl.engines.client import SglangEngine, batch_body, request_body
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.plugin.bucket_loader import bucket_payload, open_payload, received_payload
+from slimrl.engines.servers.control import EngineMemory, SglangControl
 
 
 def ask(session: str = "s", tokens=(1, 2), timeout_s: float = 20.0, seed: int | None = 11) -> GenerateRequest:
@@ -169,7 +169,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     made, original = Wire(), httpx.Client
     transport = httpx.MockTransport(lambda request: made.handle(request))
     monkeypatch.setattr(
-        "slimrl.rollout.servers.control.httpx.Client", lambda **how: original(**how, transport=transport)
+        "slimrl.engines.servers.control.httpx.Client", lambda **how: original(**how, transport=transport)
     )
     return made
 

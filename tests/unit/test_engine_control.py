@@ -6,8 +6,8 @@ import pytest
 
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
-from slimrl.data.engine_key import EngineKey
-from slimrl.rollout.servers.control import SglangControl
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers.control import SglangControl
 from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 

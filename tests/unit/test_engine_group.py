@@ -8,21 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.base.errors import ActorLost, NodeLost, StageError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode, TransportName
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import EngineError
-from slimrl.data.engine_key import EngineKey
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.lockstep import LockstepEngine
+from slimrl.engines.routing import RoutedEngines
+from slimrl.engines.servers.control import EngineMemory
+from slimrl.engines.servers.process import ServerError
+from slimrl.engines.servers.server import ENGINE, TEACHER
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.lockstep import LockstepEngine
-from slimrl.rollout.routing import RoutedEngines
-from slimrl.rollout.servers.control import EngineMemory
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import ENGINE, TEACHER
 from slimrl.runtime.cluster import engine_actor, engine_group, engine_sites
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
 from slimrl.runtime.cluster.placement import Node
 
 

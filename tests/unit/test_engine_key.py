@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from slimrl.data.engine_key import EngineKey, new_key
-from slimrl.sglang_plugin.key_check import KeyCheck
+from slimrl.engines.engine_key import EngineKey, new_key
+from slimrl.engines.plugin.key_check import KeyCheck
 
 
 def test_every_run_has_another_key_that_nobody_guesses():
@@ -31,7 +31,7 @@ def test_its_representation_does_not_show_it(caplog):
 def test_a_process_gets_it_through_a_pipe_and_neither_by_arguments_nor_by_environment():
     key = new_key()
     script = (
-        "import sys; from slimrl.data.engine_key import EngineKey; print(EngineKey.receive(int(sys.argv[1])).value);"
+        "import sys; from slimrl.engines.engine_key import EngineKey; print(EngineKey.receive(int(sys.argv[1])).value);"
         "print(open('/proc/self/cmdline').read() + open('/proc/self/environ').read())"
     )
     with key.handed_over() as descriptor:

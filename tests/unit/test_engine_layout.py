@@ -11,11 +11,8 @@ import torch
 from engine_ranks import OnlyRank
 
 from slimrl.data.weights import TensorPart, TensorSpec, num_rows
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer
-from slimrl.models.engine_layout import EngineShape, engine_slices
-from slimrl.models.fingerprint import fingerprint
-from slimrl.sglang_plugin import bucket_loader
-from slimrl.sglang_plugin.bucket_loader import (
+from slimrl.engines.plugin import bucket_loader
+from slimrl.engines.plugin.bucket_loader import (
     around_end_update,
     around_update,
     bucket_payload,
@@ -23,7 +20,10 @@ from slimrl.sglang_plugin.bucket_loader import (
     load_rows,
     update,
 )
-from slimrl.sglang_plugin.weight_fingerprints import fingerprints, rank_hashes
+from slimrl.engines.plugin.weight_fingerprints import fingerprints, rank_hashes
+from slimrl.models.engine_layout import EngineShape, engine_slices
+from slimrl.models.fingerprint import fingerprint
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, EXPERTS, VOCAB = 4, 2, 3, 8, 8, 4, 10
 

@@ -6,20 +6,20 @@ from types import SimpleNamespace
 import pytest
 from test_engine_group import Actors
 
+from slimrl.base.errors import StageError
 from slimrl.config.check import check_recipe
 from slimrl.config.load import load_recipe
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.engine_key import EngineKey
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers import server
+from slimrl.engines.servers.control import EngineMemory
+from slimrl.engines.servers.server import EnginePart, engine_arguments, engine_environment
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.servers import server
-from slimrl.rollout.servers.control import EngineMemory
-from slimrl.rollout.servers.server import EnginePart, engine_arguments, engine_environment
 from slimrl.runtime.cluster import engine_actor, engine_group, engine_sites
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import StageError
 
 TWO = ["engine 0", "engine 0 part 1"]
 

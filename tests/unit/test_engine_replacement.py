@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.base.errors import StageError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.resync.report import ResyncReport
-from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.weight_sync import WeightSync

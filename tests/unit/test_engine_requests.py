@@ -8,10 +8,10 @@ import pytest
 from engine_server import EngineServer, serving
 
 from slimrl.data.engine import EngineError, GenerateRequest
-from slimrl.rollout import client
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.routing import RoutedEngines
-from slimrl.rollout.servers.ports import free_ports
+from slimrl.engines import client
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.routing import RoutedEngines
+from slimrl.engines.servers.ports import free_ports
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
-from slimrl.rollout.servers.server import engine_environment
+from slimrl.engines.servers.server import engine_environment
 from slimrl.runtime.cluster import trainer_actor, trainer_group
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.cluster.trainer_group import TrainerGroup

@@ -10,17 +10,17 @@ from test_episode import CHAT, PROMPT, ScriptedEngine, encode, runner_of
 
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
+from slimrl.base.seeds import derive_seed
 from slimrl.config.check import check_loaded
 from slimrl.config.functions import function_violations
 from slimrl.config.load import load_recipe
+from slimrl.config.problem_collector import ProblemCollector
 from slimrl.config.schema.agent import AgentConfig, SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import Status
-from slimrl.runtime.checks.environment import load_environment, load_episode_loop, load_summary_rule
-from slimrl.runtime.checks.problem_collector import ProblemCollector
-from slimrl.runtime.checks.tools import load_tools
+from slimrl.rollout.task.environment import load_environment, load_episode_loop, load_summary_rule
+from slimrl.rollout.task.tools import load_tools
 
 ROOT = Path(__file__).parents[2]
 POOL = SandboxPool(SandboxConfig())

@@ -10,13 +10,13 @@ import pytest
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.agent.calculator import calculator
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.episode import EpisodeRunner
 from slimrl.agent.parsers import NoCalls, make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool, shortened
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import EngineError, GenerateResult

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.base.errors import StageError
 from slimrl.config.env_vars import thread_variables
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.runtime.checks import folder_check
 from slimrl.runtime.checks.folder_check import check_nodes, why_not_writable
-from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.placement import Node, Placement, Slot
 
 

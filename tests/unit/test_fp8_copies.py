@@ -9,7 +9,7 @@ from torch import nn
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.trainer import OptimizerConfig, TrainerConfig
 from slimrl.data.training import MemoryPart
-from slimrl.planner.memory import ALONE, COLOCATED, TOGETHER, TRAIN, keeps_fp8_copies
+from slimrl.estimates.planner.memory import ALONE, COLOCATED, TOGETHER, TRAIN, keeps_fp8_copies
 from slimrl.trainer.offload import Offload
 
 

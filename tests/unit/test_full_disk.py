@@ -23,8 +23,8 @@ from version_cases import (
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.data.engine import EngineError
-from slimrl.ipc import shared_buffer
-from slimrl.ipc.shared_buffer import FileBuffer
+from slimrl.resync.ipc import shared_buffer
+from slimrl.resync.ipc.shared_buffer import FileBuffer
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

@@ -24,16 +24,16 @@ from gateway_agents import (
     trained,
 )
 
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.gateway.agents import FunctionAgent
 from slimrl.agent.gateway.connection import Connection
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
 from slimrl.config.schema.agent import HistoryMode, SkipConfig
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Status
+from slimrl.engines.lockstep import LockstepEngine
 from slimrl.rewards.posted import posted_reward
-from slimrl.rollout.lockstep import LockstepEngine
 
 QUESTION = {"role": "user", "content": "Compute 34*17+2."}
 SAID = {"role": "assistant", "content": "34*17+2 = \\boxed{580}."}

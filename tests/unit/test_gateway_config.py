@@ -28,7 +28,7 @@ from slimrl.config.schema.agent import AgentConfig, CommandSandboxConfig, Gatewa
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.models.offline_recipe import read_offline
-from slimrl.runtime.checks.environment import load_agent
+from slimrl.rollout.task.environment import load_agent
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator_gateway.yaml"
 SYSTEM = "Put the answer in \\boxed{}."

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from slimrl.runtime.group_ledger import GroupLedger
+from slimrl.rollout.group_ledger import GroupLedger
 
 
 def test_a_line_that_was_cut_off_does_not_keep_a_run_from_going_on(tmp_path: Path):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from slimrl.base.jsonl import read_jsonl
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.yaml_source import MAX_DEPTH, MAX_VALUES
-from slimrl.data.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 BASE = f"extends: {ROOT}/recipes/tiny_moe/gspo_calculator.yaml\n"

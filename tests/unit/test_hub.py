@@ -15,10 +15,10 @@ from slimrl.config.check import file_violations
 from slimrl.config.hub import HubModel, cached, fetch, fetch_to_this_node, hub_model
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
+from slimrl.engines.servers.process import ServerError
 from slimrl.models.hf_config import config_for_planning, published_config
 from slimrl.models.offline_recipe import read_offline
 from slimrl.observability.progress import Progress
-from slimrl.rollout.servers.process import ServerError
 from slimrl.runtime.checks.fetched_model import fetch_model, with_cached_model
 from slimrl.runtime.checks.preview import preview
 from slimrl.runtime.cluster import engine_actor, trainer_actor

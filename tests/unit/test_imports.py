@@ -9,43 +9,45 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-LEAVES = {"config", "data", "profiling"}
-"""All of slimrl may import these."""
+LEAVES = {"base", "config", "data"}
+"""All of slimrl but these may import these."""
 
 MAY_IMPORT = {
-    "config": set(),
-    "profiling": set(),
-    "data": {"config"},
+    "base": set(),
+    "config": {"base"},
+    "data": {"base", "config"},
     "device": LEAVES,
     "algorithms": LEAVES,
-    "chat": LEAVES,
-    "agent": {*LEAVES, "chat"},
+    "agent": LEAVES,
     "rewards": {*LEAVES, "agent"},
     "observability": LEAVES,
-    "ipc": LEAVES,
     "megatron_patches": {*LEAVES, "device"},
     "models": LEAVES,
     "quantization": {*LEAVES, "models"},
     "checkpoints": {*LEAVES, "models", "quantization"},
-    "versions": {*LEAVES, "checkpoints"},
     "toys": {*LEAVES, "models", "checkpoints"},
-    "sglang_plugin": {*LEAVES, "device", "ipc", "models", "quantization", "checkpoints", "versions"},
     "evaluation": {*LEAVES, "observability"},
-    "rollout": {*LEAVES, "device", "agent", "models", "checkpoints", "sglang_plugin"},
+    "resync": {*LEAVES, "device", "models", "quantization", "checkpoints"},
     "trainer": {*LEAVES, "device", "algorithms", "models", "quantization", "checkpoints", "megatron_patches"},
-    "resync": {*LEAVES, "device", "ipc", "models", "quantization", "checkpoints", "versions"},
-    "runtime": {
-        *LEAVES, "device", "algorithms", "chat", "agent", "rewards", "observability", "ipc", "models", "quantization",
-        "checkpoints", "versions", "toys", "evaluation", "rollout", "trainer", "resync", "sglang_plugin",
+    "engines": {*LEAVES, "device", "models", "quantization", "checkpoints", "resync"},
+    "rollout": {
+        *LEAVES, "device", "algorithms", "agent", "rewards", "observability", "models", "checkpoints", "evaluation",
+        "resync", "engines",
     },
-    "planner": {*LEAVES, "algorithms", "models", "observability", "checkpoints", "trainer", "resync", "runtime"},
-    "simulator": {*LEAVES, "models", "observability", "planner", "rollout"},
+    "runtime": {
+        *LEAVES, "device", "algorithms", "agent", "rewards", "observability", "models", "quantization", "checkpoints",
+        "toys", "evaluation", "resync", "trainer", "engines", "rollout",
+    },
+    "estimates": {
+        *LEAVES, "algorithms", "models", "observability", "quantization", "checkpoints", "trainer", "resync",
+        "rollout", "runtime",
+    },
     "launch": {*LEAVES, "device", "models", "observability", "runtime"},
     "api": {*LEAVES, "agent", "rewards", "algorithms"},
 }  # fmt: skip
 """Part -> the other parts that it may import. cli may import all but api; slimrl_tools too, except cli and runtime."""
 
-LIGHT = {"config", "data", "algorithms"}
+LIGHT = {"base", "config", "data", "algorithms"}
 """Parts that import neither ray, megatron nor sglang."""
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from slimrl.data.imports import imports_uncollected
+from slimrl.base.imports import imports_uncollected
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
 from slimrl.data.trajectory import Prompt
-from slimrl.rollout.kept_caches import SessionCache
+from slimrl.engines.kept_caches import SessionCache
 from slimrl.rollout.statistics import rollout_metrics
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from slimrl.cli import app
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
+from slimrl.engines.servers.ports import FIRST_PORT
 from slimrl.launch import allreduce_probe, ray_node, slurm
 from slimrl.launch.allreduce_probe import AllReduceProbe
 from slimrl.launch.attempt import AttemptFolder
@@ -28,7 +29,6 @@ from slimrl.launch.preflight import canary_problems, judge_gpus, port_problems
 from slimrl.launch.reports import LaunchError, NodeReport, Selection, read_reports, select_nodes, write_report
 from slimrl.launch.slurm import Allocation, srun_command
 from slimrl.launch.submit import MARGIN_S, SIGNAL_S, SlurmJob, nodes_needed
-from slimrl.rollout.servers.ports import FIRST_PORT
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(

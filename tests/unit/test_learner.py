@@ -9,11 +9,11 @@ import pytest
 from slimrl.algorithms.cross_batch_sums import remote_sums, set_remote
 from slimrl.algorithms.mismatch import report_logprobs
 from slimrl.algorithms.objective import policy_objective
+from slimrl.base.errors import RunError
 from slimrl.config.schema.algorithm import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory
-from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step

@@ -12,19 +12,19 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from typer.testing import CliRunner
 
 from slimrl.agent.calculator import calculator
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.conversation import Conversation
 from slimrl.agent.dialogue import make_dialogue
 from slimrl.agent.parsers import NoCalls
 from slimrl.agent.tools import make_tool
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
 from slimrl.cli import app
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.prompts import read_conversations
-from slimrl.runtime.checks.task import load_task
+from slimrl.rollout.task.task import load_task
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
 CALCULATOR = make_tool(calculator).schema

@@ -11,23 +11,24 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.base.errors import RunError, StepDropped
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig, RolloutMode
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Status
+from slimrl.engines.teacher import ScoringTimes
 from slimrl.evaluation.item import Item
 from slimrl.observability.metrics import read_metrics
+from slimrl.observability.profiling.tables import PHASES
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
-from slimrl.profiling.tables import PHASES
 from slimrl.resync.report import ResyncReport
+from slimrl.rollout import dynamic_sampling
+from slimrl.rollout.dynamic_sampling import StepRollout
 from slimrl.rollout.pressure import CachePressure
-from slimrl.rollout.teacher import ScoringTimes
-from slimrl.runtime import dynamic_sampling, train_run
+from slimrl.runtime import train_run
 from slimrl.runtime.background_evaluation import Evaluated
-from slimrl.runtime.cluster.errors import RunError, StepDropped
-from slimrl.runtime.dynamic_sampling import StepRollout
 from slimrl.runtime.loop import train
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step

@@ -17,12 +17,12 @@ from slimrl.config.lora_rules import (
 )
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.trainer import LoraConfig, ParallelConfig
+from slimrl.estimates.planner.parameters import ParameterTable, stage_total
 from slimrl.models.adapters import adapter_map, layer_name
 from slimrl.models.architecture import trained_architecture
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config, published_names
 from slimrl.models.peft_config import peft_config
-from slimrl.planner.parameters import ParameterTable, stage_total
 
 LORA = LoraConfig(rank=8)
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from slimrl.rollout.servers.ports import free_ports
+from slimrl.engines.servers.ports import free_ports
 from slimrl.runtime.cluster import reservation
 from slimrl.runtime.cluster.placement import Node
 

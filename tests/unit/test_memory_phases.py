@@ -3,7 +3,7 @@
 import pytest
 
 from slimrl.data.training import MemoryPart
-from slimrl.rollout.servers.control import EngineMemory
+from slimrl.engines.servers.control import EngineMemory
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 
 BYTES = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from slimrl.ipc.shared_buffer import FileBuffer
 from slimrl.observability import memory
 from slimrl.observability.memory import MemoryWatch, memory_bytes, session_members, shared_bytes
+from slimrl.resync.ipc.shared_buffer import FileBuffer
 
 MB = 2**20
 TAKES_AND_GIVES_BACK = f"""

@@ -15,8 +15,8 @@ from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import Mixture
 from slimrl.data.prompts import Sampler
+from slimrl.rollout.task.task import load_task
 from slimrl.runtime import commands
-from slimrl.runtime.checks.task import load_task
 from slimrl.runtime.sft import read_examples
 from slimrl.runtime.state import RunState
 

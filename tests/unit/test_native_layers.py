@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from slimrl.sglang_plugin.cpu.native_layers import around_rms_norm, around_rotary
+from slimrl.engines.plugin.cpu.native_layers import around_rms_norm, around_rotary
 
 
 def refused(*args):

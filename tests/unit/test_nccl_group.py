@@ -14,11 +14,11 @@ from engine_ranks import OnlyRank
 
 from slimrl import device
 from slimrl.data.weights import GroupSpec
-from slimrl.ipc import nccl_group
-from slimrl.ipc.broadcast_group import BroadcastGroup, GroupError, serve_store
-from slimrl.sglang_plugin import bucket_receiver
-from slimrl.sglang_plugin.bucket_loader import update
-from slimrl.sglang_plugin.bucket_receiver import EngineReceivers
+from slimrl.engines.plugin import bucket_receiver
+from slimrl.engines.plugin.bucket_loader import update
+from slimrl.engines.plugin.bucket_receiver import EngineReceivers
+from slimrl.resync.ipc import nccl_group
+from slimrl.resync.ipc.broadcast_group import BroadcastGroup, GroupError, serve_store
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="NCCL and its streams are stand-ins here")
 

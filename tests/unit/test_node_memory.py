@@ -7,9 +7,9 @@ from resync_engines import Source, config, session, weights
 from slimrl import device
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, CudaBuffer
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync import node_memory
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, CudaBuffer
 from slimrl.resync.pipeline import Pipeline
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.ranks import RankError, Ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.data.output_file import check_output_file
+from slimrl.base.output_file import check_output_file
 
 
 def test_a_file_that_can_be_written_passes_and_its_folder_is_made(tmp_path: Path):

@@ -4,9 +4,9 @@ import pytest
 
 from slimrl.agent.tools import tools_of
 from slimrl.config.functions import absent_modules, function_violations
+from slimrl.config.import_path import resolve
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.import_path import resolve
 
 
 @pytest.fixture

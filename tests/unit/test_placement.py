@@ -2,10 +2,10 @@
 
 import pytest
 
+from slimrl.base.errors import StageError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.trainer import ParallelConfig
-from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.placement import Node, Placement, most_slots, place, place_on_fewest, place_what_fits
 
 

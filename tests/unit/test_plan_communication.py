@@ -6,14 +6,14 @@ import pytest
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
+from slimrl.estimates.planner.communication import Communication, logprob_communication, update_communication
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.planner.parameters import ChunkParameters
+from slimrl.estimates.planner.schedule import Batch
+from slimrl.estimates.planner.shape import Shape
+from slimrl.estimates.resync.machine import Machine
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
-from slimrl.planner.communication import Communication, logprob_communication, update_communication
-from slimrl.planner.hardware import Hardware
-from slimrl.planner.parameters import ChunkParameters
-from slimrl.planner.schedule import Batch
-from slimrl.planner.shape import Shape
-from slimrl.resync.estimate.machine import Machine
 
 NVLINK, NETWORK = 400e9, 50e9
 HARDWARE = Hardware(gpus_per_node=8, links=Machine(nvlink_gb_per_s=400, network_gb_per_s=50))

@@ -12,19 +12,19 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.config.schema.trainer import ParallelConfig
-from slimrl.planner.communication import Communication, logprob_communication, update_communication
-from slimrl.planner.engine import GIB, EnginePlan
-from slimrl.planner.generation import rollout_at_least_s
-from slimrl.planner.hardware import Hardware
-from slimrl.planner.layout_plan import LayoutPlan, plan_layout
-from slimrl.planner.memory import StageMemory
-from slimrl.planner.model_state import host_update_s
-from slimrl.planner.parameters import ChunkParameters, ModelParameters
-from slimrl.planner.plan import Plan, _notes, _transport, as_json
-from slimrl.planner.schedule import Batch, update_batch
-from slimrl.planner.shape import Shape
-from slimrl.planner.tables import print_plan
-from slimrl.planner.work import Work, step_work
+from slimrl.estimates.planner.communication import Communication, logprob_communication, update_communication
+from slimrl.estimates.planner.engine import GIB, EnginePlan
+from slimrl.estimates.planner.generation import rollout_at_least_s
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.planner.layout_plan import LayoutPlan, plan_layout
+from slimrl.estimates.planner.memory import StageMemory
+from slimrl.estimates.planner.model_state import host_update_s
+from slimrl.estimates.planner.parameters import ChunkParameters, ModelParameters
+from slimrl.estimates.planner.plan import Plan, _notes, _transport, as_json
+from slimrl.estimates.planner.schedule import Batch, update_batch
+from slimrl.estimates.planner.shape import Shape
+from slimrl.estimates.planner.tables import print_plan
+from slimrl.estimates.planner.work import Work, step_work
 
 SHAPE = Shape(
     hidden=64, heads=4, query_columns=16, value_columns=16, kv_heads=2, query_latent=0, kv_latent=0, rotary_columns=0,

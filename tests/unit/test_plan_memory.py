@@ -9,15 +9,15 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.estimates.planner.engine import GIB, kv_bytes_per_token, plan_engine, static_fraction
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.planner.layout_plan import engine_problems
+from slimrl.estimates.planner.memory import engine_gpu_bytes, host_bytes_per_node, stage_memory
+from slimrl.estimates.planner.parameters import ChunkParameters
+from slimrl.estimates.planner.schedule import Batch
+from slimrl.estimates.planner.shape import Shape
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
-from slimrl.planner.engine import GIB, kv_bytes_per_token, plan_engine, static_fraction
-from slimrl.planner.hardware import Hardware
-from slimrl.planner.layout_plan import engine_problems
-from slimrl.planner.memory import engine_gpu_bytes, host_bytes_per_node, stage_memory
-from slimrl.planner.parameters import ChunkParameters
-from slimrl.planner.schedule import Batch
-from slimrl.planner.shape import Shape
 
 HARDWARE = Hardware(reserve_gib=4)
 RESERVE = 4 * GIB

@@ -17,16 +17,16 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.speculative import DraftMode
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.estimates.planner import command, plan, suggest
+from slimrl.estimates.planner.communication import Communication
+from slimrl.estimates.planner.engine import GIB
+from slimrl.estimates.planner.facts import buckets_of, model_facts, with_engines
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.planner.layout_plan import LayoutPlan
+from slimrl.estimates.planner.schedule import longest_tokens
+from slimrl.estimates.planner.tables import print_suggestions
 from slimrl.models.draft import draft_specs
 from slimrl.models.offline_recipe import OfflineRecipe, read_offline
-from slimrl.planner import command, plan, suggest
-from slimrl.planner.communication import Communication
-from slimrl.planner.engine import GIB
-from slimrl.planner.facts import buckets_of, model_facts, with_engines
-from slimrl.planner.hardware import Hardware
-from slimrl.planner.layout_plan import LayoutPlan
-from slimrl.planner.schedule import longest_tokens
-from slimrl.planner.tables import print_suggestions
 from slimrl.resync.pipeline import NUM_SLOTS
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -260,7 +260,7 @@ def stub(monkeypatch):
     monkeypatch.setattr(plan, "make_plan", make_plan)
     monkeypatch.setattr(plan, "as_json", lambda made: {"fits": made.layout.fits})
     monkeypatch.setattr(suggest, "suggest", suggestions)
-    monkeypatch.setattr("slimrl.planner.tables.print_plan", lambda made: print("a table"))
+    monkeypatch.setattr("slimrl.estimates.planner.tables.print_plan", lambda made: print("a table"))
 
     def run(**settings):
         options = {"mean_tokens": None, "suggestions_wanted": False, "gpus": None, "top": 5, "to_json": False}

@@ -13,14 +13,11 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import MtpConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE
 from slimrl.data.weights import TensorPart, num_rows
-from slimrl.models.draft import draft_specs
-from slimrl.models.family import family_of
-from slimrl.models.hf_config import published_config, published_names
-from slimrl.planner.activations import kept, layer_bytes, logits_bytes, stage_activations
-from slimrl.planner.engine import engine_weight_bytes, kv_bytes_per_token
-from slimrl.planner.hardware import Hardware
-from slimrl.planner.model_state import buffer_elements, state_bytes
-from slimrl.planner.parameters import (
+from slimrl.estimates.planner.activations import kept, layer_bytes, logits_bytes, stage_activations
+from slimrl.estimates.planner.engine import engine_weight_bytes, kv_bytes_per_token
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.planner.model_state import buffer_elements, state_bytes
+from slimrl.estimates.planner.parameters import (
     ChunkParameters,
     ModelParameters,
     ParameterTable,
@@ -28,11 +25,14 @@ from slimrl.planner.parameters import (
     model_parameters,
     stage_total,
 )
-from slimrl.planner.schedule import bubble_fraction, chunks_in_flight
-from slimrl.planner.shape import Shape
-from slimrl.planner.suggest import divided_layers
-from slimrl.planner.work import forward_flops_per_token
-from slimrl.runtime.resync_tools.resync_estimate import replicated_names
+from slimrl.estimates.planner.schedule import bubble_fraction, chunks_in_flight
+from slimrl.estimates.planner.shape import Shape
+from slimrl.estimates.planner.suggest import divided_layers
+from slimrl.estimates.planner.work import forward_flops_per_token
+from slimrl.estimates.resync.command import replicated_names
+from slimrl.models.draft import draft_specs
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import published_config, published_names
 
 SUPPORTED = published_names()
 

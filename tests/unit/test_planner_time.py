@@ -7,15 +7,15 @@ import pytest
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
+from slimrl.estimates.planner.engine import EnginePlan
+from slimrl.estimates.planner.generation import decoding_step_bytes, rollout_at_least_s, running_sequences
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.planner.model_state import host_update_s
+from slimrl.estimates.planner.parameters import ChunkParameters
+from slimrl.estimates.planner.shape import Shape
+from slimrl.estimates.planner.suggest import ranked
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
-from slimrl.planner.engine import EnginePlan
-from slimrl.planner.generation import decoding_step_bytes, rollout_at_least_s, running_sequences
-from slimrl.planner.hardware import Hardware
-from slimrl.planner.model_state import host_update_s
-from slimrl.planner.parameters import ChunkParameters
-from slimrl.planner.shape import Shape
-from slimrl.planner.suggest import ranked
 
 ENGINE = EnginePlan(
     weights=8_000_000_000,

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from slimrl import cli
+from slimrl.base.errors import Preempted, StepDropped
 from slimrl.launch.slurm import PREEMPTED
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime import commands
-from slimrl.runtime.cluster.errors import Preempted, StepDropped
 from slimrl.runtime.preemption import preemption_by_signal, raise_preempted
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.base.errors import StageError
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
-from slimrl.data.engine_key import EngineKey
 from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers.control import SglangControl
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
-from slimrl.rollout.servers.control import SglangControl
+from slimrl.rollout.stage import RolloutStage
 from slimrl.runtime.cluster.engine_group import EngineGroup
-from slimrl.runtime.cluster.errors import StageError
-from slimrl.runtime.rollout_stage import RolloutStage
 
 PROMPTS = [Prompt(prompt_id=name, messages=[{"role": "user", "content": name}], label="") for name in ("a", "b", "c")]
 

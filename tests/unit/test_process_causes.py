@@ -2,7 +2,7 @@
 
 import signal
 
-from slimrl.rollout.servers.process import describe_signal, find_cause
+from slimrl.engines.servers.process import describe_signal, find_cause
 
 SCHEDULER = """\
 [2026-01-01 10:00:00] loading

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from slimrl.data.processes import await_end, lives
+from slimrl.base.processes import await_end, lives
 
 SLEEPS = "import time; time.sleep(60)"
 FIRST_THREAD_ENDS = """

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from slimrl.base.spans import LOOK_S, PROFILED, RECORDING, SPANS, Spans, child_variables
+from slimrl.observability.profiling.breakdown import BETWEEN, own_times, step_profiles
+from slimrl.observability.profiling.recorder import STEP, Profiled, Recorder, check_profiled, parse_steps
+from slimrl.observability.profiling.tables import phases_table, profile_tables
+from slimrl.observability.profiling.trace import Span, read_spans, within, write_trace
 from slimrl.observability.run_folder import RunFolder
-from slimrl.profiling.breakdown import BETWEEN, own_times, step_profiles
-from slimrl.profiling.recorder import STEP, Profiled, Recorder, check_profiled, parse_steps
-from slimrl.profiling.spans import LOOK_S, PROFILED, RECORDING, SPANS, Spans, child_variables
-from slimrl.profiling.tables import phases_table, profile_tables
-from slimrl.profiling.trace import Span, read_spans, within, write_trace
 from slimrl.runtime.commands import _recorder
 
 MS = 1_000_000

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from slimrl.base.rows import BrokenRows
 from slimrl.data.prompts import Sampler, read_conversations, read_prompts
-from slimrl.data.rows import BrokenRows
 
 
 def write(path, *lines):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.data.engine_key import EngineKey
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.ports import free_ports
-from slimrl.rollout.servers.process import ServerProcess
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.ports import free_ports
+from slimrl.engines.servers.process import ServerProcess
+from slimrl.engines.servers.server import EngineServer
 
 
 class Engine(BaseHTTPRequestHandler):

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slimrl.base.errors import StepDropped
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
-from slimrl.data.seeds import derive_seed
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
+from slimrl.engines.teacher import ScoringTimes
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.rollout.pressure import CachePressure
-from slimrl.rollout.teacher import ScoringTimes
-from slimrl.runtime.cluster.errors import StepDropped
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 from slimrl.runtime.train_run import TrainRun
 

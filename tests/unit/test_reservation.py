@@ -14,9 +14,9 @@ import psutil
 import pytest
 from ray.exceptions import GetTimeoutError
 
+from slimrl.base.errors import StageError
 from slimrl.config.env_vars import thread_variables
 from slimrl.runtime.cluster import guard, ray_cluster, reservation
-from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.placement import Node, Placement, Slot
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 
@@ -399,7 +399,7 @@ def test_what_is_left_of_a_killed_drivers_cluster_is_ended_after_a_while_and_its
 
     monkeypatch.setattr(guard.psutil, "process_iter", alive)
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    monkeypatch.setattr("slimrl.ipc.stale_files.clean_stale_segments", lambda: cleaned.append(True))
+    monkeypatch.setattr("slimrl.resync.ipc.stale_files.clean_stale_segments", lambda: cleaned.append(True))
     assert guard.members(tmp_path, tmp_path / "tmp") == [first, second]
     (link := tmp_path.with_name(f"{tmp_path.name}-link")).symlink_to(tmp_path)
     assert guard.members(link, tmp_path / "tmp") == [first, second]

@@ -6,9 +6,9 @@ import pytest
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from transformers import PreTrainedTokenizer
 
-from slimrl.chat.reserved import reserved_tokens
-from slimrl.chat.stop_tokens import checked_stop_tokens
-from slimrl.chat.template import ChatTemplate
+from slimrl.agent.chat.reserved import reserved_tokens
+from slimrl.agent.chat.stop_tokens import checked_stop_tokens
+from slimrl.agent.chat.template import ChatTemplate
 
 UNLISTED = ["<|tool_call_begin|>", "<|tool_call_end|>", "[EOT]", "<|reserved_token_7|>"]
 WORDS = ["ab", "<div", "[A", "->", "<=>", "[_]"]

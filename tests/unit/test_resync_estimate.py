@@ -6,10 +6,10 @@ import pytest
 
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace, SourceLayout, SourcePiece, TensorSpec
+from slimrl.estimates.resync.estimate import Estimate, as_json, estimate
+from slimrl.estimates.resync.machine import GB, Machine
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.buckets import Transform
-from slimrl.resync.estimate.estimate import Estimate, as_json, estimate
-from slimrl.resync.estimate.machine import GB, Machine
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.transform import Quantize
 

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slimrl.cli import app
-from slimrl.resync.estimate.machine import Machine
-from slimrl.runtime.resync_tools import resync_estimate
+from slimrl.estimates.resync import command as resync_estimate
+from slimrl.estimates.resync.machine import Machine
 
 
 def test_each_speed_that_is_given_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch):

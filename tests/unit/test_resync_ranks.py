@@ -13,9 +13,9 @@ from slimrl import device
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.quantization.fp8 import BlockFp8, quantize
 from slimrl.resync import exchange, pipeline, ranks
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.resync.ranks import Ranks
 from slimrl.resync.report import ResyncError
 from slimrl.resync.transform import Quantize

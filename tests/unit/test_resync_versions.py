@@ -25,6 +25,10 @@ from version_cases import (
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import INDEX_NAME
+from slimrl.checkpoints.versions import local_copy
+from slimrl.checkpoints.versions.directory import VersionDirectory
+from slimrl.checkpoints.versions.local_copy import LocalCopy
+from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig
 from slimrl.data.weights import TensorPart, TensorSpec, num_rows, packed_bytes
 from slimrl.models.family import family_of
@@ -35,10 +39,6 @@ from slimrl.resync.engine_calls import EnginesFailed
 from slimrl.resync.sending import SendThread
 from slimrl.resync.transports.disk import DiskTransport
 from slimrl.toys.toy_configs import TOYS, ToySize
-from slimrl.versions import local_copy
-from slimrl.versions.directory import VersionDirectory
-from slimrl.versions.local_copy import LocalCopy
-from slimrl.versions.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.base.errors import RunError
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part, PartsReward, SingleReward
-from slimrl.runtime.cluster.errors import RunError
-from slimrl.runtime.rollout_stage import RolloutStage
+from slimrl.rollout.stage import RolloutStage
 
 PROMPTS = [Prompt(prompt_id=f"p:{number}", messages=[], label=number) for number in range(10)]
 

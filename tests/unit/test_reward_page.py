@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from slimrl.config.import_path import resolve
 from slimrl.config.signatures import SUPPLIED
-from slimrl.data.import_path import resolve
 from slimrl.rewards.http import EndpointSettings
 from slimrl.rewards.judge import JudgeSettings, _Judging
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimrl.data.threads import TaskCodeExited
+from slimrl.base.threads import TaskCodeExited
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.rewards.comparers import ComparerFailed, OutOfCpuTime
 from slimrl.rewards.comparison import equivalent

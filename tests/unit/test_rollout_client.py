@@ -14,11 +14,11 @@ from slimrl.config.package_fields import package_folder
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
-from slimrl.rollout.client import batch_body, parse_answer, request_body
-from slimrl.rollout.lockstep import LockstepEngine
-from slimrl.rollout.servers.control import EngineMemory
-from slimrl.rollout.servers.process import find_cause
-from slimrl.rollout.servers.server import engine_arguments, engine_environment
+from slimrl.engines.client import batch_body, parse_answer, request_body
+from slimrl.engines.lockstep import LockstepEngine
+from slimrl.engines.servers.control import EngineMemory
+from slimrl.engines.servers.process import find_cause
+from slimrl.engines.servers.server import engine_arguments, engine_environment
 
 
 def request_of(session, seed=1, **changes):

@@ -12,18 +12,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slimrl.base.errors import RunError
+from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode, TooOld
-from slimrl.data.loop_thread import LoopThread
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
+from slimrl.engines.turn_logs import LoggedTurn
+from slimrl.rollout.group_ledger import GroupLedger
+from slimrl.rollout.service import RolloutService
 from slimrl.rollout.slots import Slots
-from slimrl.rollout.turn_logs import LoggedTurn
-from slimrl.runtime.cluster.errors import RunError
-from slimrl.runtime.group_ledger import GroupLedger
 from slimrl.runtime.preemption import Preemption
-from slimrl.runtime.rollout_service import RolloutService
 
 BATCH, SAMPLES, STEPS = 3, 2, 8
 OPENED: list[LoopThread] = []

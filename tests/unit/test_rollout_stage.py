@@ -13,20 +13,20 @@ import pytest
 from slimrl.agent.sandbox.interface import Ended, Program, Result
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolsUnavailable
+from slimrl.base.errors import RunError, StageError, StepDropped
+from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
-from slimrl.data.loop_thread import LoopThread
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part
 from slimrl.rewards.services import RewardServices
+from slimrl.rollout import stage as rollout_stage
 from slimrl.rollout.slots import Slots
-from slimrl.runtime import rollout_stage
-from slimrl.runtime.cluster.errors import RunError, StageError, StepDropped
-from slimrl.runtime.rollout_stage import RolloutStage, _watched
+from slimrl.rollout.stage import RolloutStage, _watched
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=i) for i in range(5)]
 

@@ -11,13 +11,13 @@ import pytest
 from engine_server import EngineServer, serving
 
 from slimrl.data.engine import EngineError, GenerateRequest, ScoreRequest
-from slimrl.rollout import routing
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.routing import RoutedEngines
-from slimrl.rollout.servers.ports import free_ports
+from slimrl.engines import routing
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.routing import RoutedEngines
+from slimrl.engines.servers.ports import free_ports
 
 CONNECT = partial(SglangEngine, retries=False)
-LOGGED = ("slimrl.rollout.routing", "WARNING")
+LOGGED = ("slimrl.engines.routing", "WARNING")
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import xxhash
 
+from slimrl.base.errors import RunError, StageError
 from slimrl.checkpoints.digests import FileDigest, file_digests
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime import state as state_module
 from slimrl.runtime.checks.checkpoint_check import check_checkpoint, check_exported, newest_checkpoint
-from slimrl.runtime.cluster.errors import RunError, StageError
 from slimrl.runtime.state import CheckpointFolder, RunState
 
 FILES = {

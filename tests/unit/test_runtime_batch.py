@@ -17,8 +17,8 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompts import Sampler
 from slimrl.data.training import LogProbs
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.rollout.stage import planned_trajectories
 from slimrl.runtime.learner import make_updates
-from slimrl.runtime.rollout_stage import planned_trajectories
 
 STEP = 0.1
 """By which log-probs differ; at smaller ones a divergence and that the other way round are hardly told apart."""

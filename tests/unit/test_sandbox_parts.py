@@ -22,8 +22,8 @@ from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.sandbox.tools import answer
 from slimrl.agent.tools import make_tool
+from slimrl.config.import_path import resolve
 from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
-from slimrl.data.import_path import resolve
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 X86_64 = 0xC000003E

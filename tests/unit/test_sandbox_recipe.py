@@ -16,8 +16,8 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardPartConfig
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.rewards.loading import load_part
-from slimrl.runtime.checks.environment import load_environment
-from slimrl.runtime.checks.sandbox import check_sandbox
+from slimrl.rollout.task.environment import load_environment
+from slimrl.rollout.task.sandbox import check_sandbox
 
 ROOT = Path(__file__).parents[2]
 HERE = __name__

@@ -13,11 +13,11 @@ import pytest
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.engine_key import EngineKey
-from slimrl.rollout.servers import ports, process, server
-from slimrl.rollout.servers.ports import free_port, free_ports
-from slimrl.rollout.servers.process import ServerError, ServerProcess, find_cause
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers import ports, process, server
+from slimrl.engines.servers.ports import free_port, free_ports
+from slimrl.engines.servers.process import ServerError, ServerProcess, find_cause
+from slimrl.engines.servers.server import EngineServer
 
 
 class Clock:
@@ -292,7 +292,7 @@ def test_an_engine_that_cannot_compute_with_block_fp8_serves_the_plain_model(
     made = EngineServer(3, rollout, tmp_path, tmp_path / "log", key=EngineKey("k3y"), **given)
     assert made.process.name == "engine 3"
     command = made.process.command
-    assert command[:3] == [sys.executable, "-m", "slimrl.sglang_plugin.launch"]
+    assert command[:3] == [sys.executable, "-m", "slimrl.engines.plugin.launch"]
     assert command[3:5] == [str(os.getpid()), str(made.process.descriptor)]
     assert made.process.key == "k3y"
     assert "k3y" not in f"{command} {made.process.env}"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from slimrl.algorithms.objective import cross_entropy
+from slimrl.base.errors import RunError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
@@ -14,7 +15,6 @@ from slimrl.data.trajectory import Segment
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
-from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.loop import train_on_conversations
 from slimrl.runtime.run import Run
 from slimrl.runtime.sft import update

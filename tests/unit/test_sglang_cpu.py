@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slimrl.sglang_plugin.cpu import batched_attention, batched_experts
-from slimrl.sglang_plugin.cpu.batched_attention import paged_attention
-from slimrl.sglang_plugin.cpu.batched_experts import around_forward, experts_forward
-from slimrl.sglang_plugin.cpu.decode_cache import DecodeCache
-from slimrl.sglang_plugin.cpu.row_table import RowTable
-from slimrl.sglang_plugin.cpu.seeded_sampling import sample, uniforms
+from slimrl.engines.plugin.cpu import batched_attention, batched_experts
+from slimrl.engines.plugin.cpu.batched_attention import paged_attention
+from slimrl.engines.plugin.cpu.batched_experts import around_forward, experts_forward
+from slimrl.engines.plugin.cpu.decode_cache import DecodeCache
+from slimrl.engines.plugin.cpu.row_table import RowTable
+from slimrl.engines.plugin.cpu.seeded_sampling import sample, uniforms
 
 HEADS, KV_HEADS, SIZE, SLOTS = 4, 2, 8, 600
 

@@ -12,9 +12,9 @@ from slimrl.config.passthrough import VERDICTS, field_problem
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.verdicts import Judgement, Verdict
-from slimrl.data.engine_key import EngineKey
-from slimrl.rollout.servers import server
-from slimrl.rollout.servers.server import engine_arguments
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers import server
+from slimrl.engines.servers.server import engine_arguments
 
 SAMPLES = {
     "cuda_graph_config": {"decode": {"backend": "full"}},

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from slimrl import device
-from slimrl.sglang_plugin import bucket_loader, dequantized_loading, hooks, norm_dtype, version_loader
-from slimrl.sglang_plugin.cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
-from slimrl.sglang_plugin.cpu import install as install_stand_ins
-from slimrl.sglang_plugin.cpu.attention_data_parallel import reduce_scatterv
-from slimrl.sglang_plugin.cpu.decode_cache import DecodeCache
-from slimrl.sglang_plugin.cpu.head_padding import around_adjust_config
-from slimrl.sglang_plugin.cpu.seeded_sampling import (
+from slimrl.engines.plugin import bucket_loader, dequantized_loading, hooks, norm_dtype, version_loader
+from slimrl.engines.plugin.cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
+from slimrl.engines.plugin.cpu import install as install_stand_ins
+from slimrl.engines.plugin.cpu.attention_data_parallel import reduce_scatterv
+from slimrl.engines.plugin.cpu.decode_cache import DecodeCache
+from slimrl.engines.plugin.cpu.head_padding import around_adjust_config
+from slimrl.engines.plugin.cpu.seeded_sampling import (
     after_from_schedule_batch,
     multinomial_with_seed,
     sampling_from_probs,
 )
-from slimrl.sglang_plugin.hooks import after_wait_until_ready
-from slimrl.sglang_plugin.scheduler import (
+from slimrl.engines.plugin.hooks import after_wait_until_ready
+from slimrl.engines.plugin.scheduler import (
     after_add_request_to_queue,
     after_get_internal_state,
     after_init_idle_sleeper,
@@ -234,10 +234,10 @@ def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pyt
         opened.append(segment)
         return torch.arange(16, dtype=torch.float32).view(torch.uint8)
 
-    monkeypatch.setattr("slimrl.ipc.shared_buffer.open_shared", open_shared)
+    monkeypatch.setattr("slimrl.resync.ipc.shared_buffer.open_shared", open_shared)
     loaded, rows = [], []
     model = SimpleNamespace(load_weights=lambda tensors: loaded.append([(name, t.tolist()) for name, t in tensors]))
-    monkeypatch.setattr("slimrl.sglang_plugin.bucket_loader.load_rows", lambda model, parts: rows.extend(parts))
+    monkeypatch.setattr("slimrl.engines.plugin.bucket_loader.load_rows", lambda model, parts: rows.extend(parts))
     ranks = SimpleNamespace(rank=0, per_node=1, kept={}, exchange=lambda value: [value])
     whole = part_of("a", (2, 2), 0, 2, offset=16, nbytes=16)
     scalar = part_of("s", (), 0, 1, offset=4, nbytes=4)
@@ -274,7 +274,7 @@ def test_the_norm_of_a_delta_net_takes_the_dtype_of_the_engine_and_nothing_else_
 
 
 def test_messages_of_others_are_left_to_sglang(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimrl.sglang_plugin.bucket_receiver.EngineRanks", lambda: "ranks")
+    monkeypatch.setattr("slimrl.engines.plugin.bucket_receiver.EngineRanks", lambda: "ranks")
     monkeypatch.setattr(bucket_loader, "update", lambda model, value, ranks: (model, ranks))
     updater = SimpleNamespace(get_model=lambda: "model")
     for value in ({"slimrl_segment": "s"}, {"slimrl_open_version": {}}, {"slimrl_received_bucket": "g"}):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.data.meeting_folder import meeting_folder
-from slimrl.ipc import shared_buffer, stale_files
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer, open_shared
-from slimrl.ipc.stale_files import clean_stale_segments
+from slimrl.base.meeting_folder import meeting_folder
+from slimrl.resync.ipc import shared_buffer, stale_files
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer, open_shared
+from slimrl.resync.ipc.stale_files import clean_stale_segments
 
 LOCK_AND_DIE = """
 import fcntl, os, signal, sys

@@ -13,12 +13,12 @@ from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode, TooOld
 from slimrl.config.schema.trainer import ParallelConfig
-from slimrl.planner.hardware import Hardware
-from slimrl.resync.estimate.machine import Machine
-from slimrl.simulator import command
-from slimrl.simulator.command import Question
-from slimrl.simulator.schedule import ONE_STEP_OFF, SYNC, asynchronous, schedule_of
-from slimrl.simulator.splits import best_splits, legal_splits, scaled_split
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.resync.machine import Machine
+from slimrl.estimates.simulator import command
+from slimrl.estimates.simulator.command import Question
+from slimrl.estimates.simulator.schedule import ONE_STEP_OFF, SYNC, asynchronous, schedule_of
+from slimrl.estimates.simulator.splits import best_splits, legal_splits, scaled_split
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CALCULATOR = str(RECIPES / "tiny_moe/gspo_calculator.yaml")

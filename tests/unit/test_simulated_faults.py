@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from slimrl.config.schema.rollout import TooOld
 from slimrl.data.engine import GenerateRequest
+from slimrl.engines.engine_choice import EngineChoice
 from slimrl.rollout.admission import Admission
-from slimrl.rollout.engine_choice import EngineChoice
 
 SEEDS = range(70)
 FAULTS = ("dies", "hangs", "tool fails", "killed")

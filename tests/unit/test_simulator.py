@@ -9,13 +9,13 @@ import pytest
 
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig, TooOld
-from slimrl.simulator.cluster import Cluster
-from slimrl.simulator.distribution import constant, read_distribution
-from slimrl.simulator.engines import Engines
-from slimrl.simulator.schedule import ONE_STEP_OFF, SYNC, all_schedules, asynchronous
-from slimrl.simulator.simulation import Simulation
-from slimrl.simulator.trace import read_trace
-from slimrl.simulator.workload import DrawnWorkload, GroupWork, RecordedWorkload, Turn, drawn_workload
+from slimrl.estimates.simulator.cluster import Cluster
+from slimrl.estimates.simulator.distribution import constant, read_distribution
+from slimrl.estimates.simulator.engines import Engines
+from slimrl.estimates.simulator.schedule import ONE_STEP_OFF, SYNC, all_schedules, asynchronous
+from slimrl.estimates.simulator.simulation import Simulation
+from slimrl.estimates.simulator.trace import read_trace
+from slimrl.estimates.simulator.workload import DrawnWorkload, GroupWork, RecordedWorkload, Turn, drawn_workload
 
 CLUSTER = Cluster(
     trainer_ranks=4,

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from slimrl.sglang_plugin import socket_keys
+from slimrl.engines.plugin import socket_keys
 
 HEARD_MS, UNHEARD_MS = 10_000, 700
 

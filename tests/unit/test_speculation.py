@@ -16,9 +16,9 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.speculative import DraftMode, SpeculativeConfig
 from slimrl.data.engine import GenerateRequest
 from slimrl.data.trajectory import Status, Trajectory
-from slimrl.rollout.client import parse_answer
-from slimrl.rollout.servers.server import engine_arguments
-from slimrl.rollout.servers.speculation import speculative_arguments
+from slimrl.engines.client import parse_answer
+from slimrl.engines.servers.server import engine_arguments
+from slimrl.engines.servers.speculation import speculative_arguments
 from slimrl.rollout.statistics import rollout_metrics
 from slimrl.runtime.checks.model_check import model_problems
 

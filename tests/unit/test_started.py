@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.base.errors import RunError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Status, Trajectory
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.errors import TooManyFailed
 from slimrl.runtime import start
-from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.processes import Processes
 
 

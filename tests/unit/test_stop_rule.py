@@ -5,13 +5,13 @@ import math
 import pytest
 from test_sft_step import run_of
 
+from slimrl.base.errors import RunError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.stop import StopConfig
 from slimrl.config.stop_rules import LIMITS, OF_SFT, stop_violations
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.checks.checkpoint_check import check_checkpoint
-from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.state import RunState
 from slimrl.runtime.stop_rule import count_crossed, limits_of, stop_report
 

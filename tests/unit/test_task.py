@@ -12,9 +12,9 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from slimrl.agent.parsers import ParsedTurn
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.config.problems import RecipeError
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.continued import ContinuedEngine
-from slimrl.runtime.checks.task import load_task
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.continued import ContinuedEngine
+from slimrl.rollout.task.task import load_task
 from slimrl.runtime.sft import read_examples
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"

@@ -12,8 +12,8 @@ from slimrl_tools.toy.search_data import NUM_RESULTS, write_search_data
 from slimrl_tools.toy.task_lines import SYSTEM_PROMPT
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
 from slimrl.data.prompts import read_conversations, read_prompts
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "tiny_moe"

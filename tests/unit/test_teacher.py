@@ -18,16 +18,16 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.engines import client
+from slimrl.engines import teacher as teacher_module
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.servers.ports import free_ports
+from slimrl.engines.teacher import ScoringTimes, Teacher
 from slimrl.observability.metrics import is_metric
 from slimrl.rewards.loading import Rewards
-from slimrl.rollout import client
-from slimrl.rollout import teacher as teacher_module
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.servers.ports import free_ports
 from slimrl.rollout.slots import Slots
+from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.statistics import teacher_metrics
-from slimrl.rollout.teacher import ScoringTimes, Teacher
-from slimrl.runtime.rollout_stage import RolloutStage
 
 
 class Server:

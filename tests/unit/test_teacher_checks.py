@@ -10,12 +10,12 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from slimrl.config.check import check_loaded, check_recipe
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
+from slimrl.estimates.planner.engine import GIB
+from slimrl.estimates.planner.hardware import Hardware
+from slimrl.estimates.planner.teacher import plan_teacher
 from slimrl.models.hf_config import published_config
 from slimrl.models.offline_recipe import read_offline
 from slimrl.observability.progress import Progress
-from slimrl.planner.engine import GIB
-from slimrl.planner.hardware import Hardware
-from slimrl.planner.teacher import plan_teacher
 from slimrl.runtime.checks.fetched_model import fetch_model
 from slimrl.runtime.checks.teacher_check import other_vocabulary, teacher_problems
 

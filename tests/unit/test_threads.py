@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.data import threads
-from slimrl.data.threads import ReusedThreads, TaskCodeExited, end_process_if_calls_hang, in_thread, task_threads
+from slimrl.base import threads
+from slimrl.base.threads import ReusedThreads, TaskCodeExited, end_process_if_calls_hang, in_thread, task_threads
 
 
 def raises(error):

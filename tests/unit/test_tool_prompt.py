@@ -8,11 +8,11 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from test_left_out import ANSWER, CALCULATOR, USER, template
 from typer.testing import CliRunner
 
+from slimrl.agent.chat.chat_format import ChatFormat
+from slimrl.agent.chat.template import ChatTemplate
+from slimrl.agent.chat.tool_prompts import PUBLISHED, tool_prompt
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.parsers import make_parser
-from slimrl.chat.chat_format import ChatFormat
-from slimrl.chat.template import ChatTemplate
-from slimrl.chat.tool_prompts import PUBLISHED, tool_prompt
 from slimrl.cli import app
 from slimrl.config.bounds import TOOL_PROMPTS
 from slimrl.config.load import load_recipe

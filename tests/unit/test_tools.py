@@ -28,8 +28,8 @@ from slimrl.agent.calculator import MAX_BITS, calculator
 from slimrl.agent.parsers import ParsedTurn, ToolCall, make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolCrash, ToolError, make_tool, tool
+from slimrl.config.import_path import resolve
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.data.import_path import resolve
 from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
 from slimrl.rollout.environment_metrics import environment_metrics
 

@@ -15,9 +15,9 @@ from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
+from slimrl.engines.teacher import ScoringTimes
 from slimrl.observability.run_folder import RunFolder
 from slimrl.rollout.pressure import CachePressure
-from slimrl.rollout.teacher import ScoringTimes
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.train_run import TrainRun

@@ -10,8 +10,8 @@ import pytest
 from engine_server import EngineServer, serving
 
 from slimrl.data.engine import EngineError, EngineUnreachable, GenerateRequest
-from slimrl.rollout import client, turn_batches
-from slimrl.rollout.client import SglangEngine, _events
+from slimrl.engines import client, turn_batches
+from slimrl.engines.client import SglangEngine, _events
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from slimrl.agent.environment import Observation
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateResult
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
-from slimrl.rollout.continued import ContinuedEngine
-from slimrl.rollout.turn_logs import LoggedTurn, TurnLogs, read_turns, write_turns
+from slimrl.engines.continued import ContinuedEngine
+from slimrl.engines.turn_logs import LoggedTurn, TurnLogs, read_turns, write_turns
 
 TURNS, CHUNK = 4, 3
 PROMPT = Prompt(prompt_id="p", messages=[{"role": "user", "content": "Begin."}], label=None)

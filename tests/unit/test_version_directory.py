@@ -9,15 +9,22 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
+from slimrl.checkpoints.versions import apply
+from slimrl.checkpoints.versions.apply import file_hash
+from slimrl.checkpoints.versions.codec import BlockCodec
+from slimrl.checkpoints.versions.directory import VersionDirectory, superfluous
+from slimrl.checkpoints.versions.local_copy import LocalCopy
+from slimrl.checkpoints.versions.manifest import (
+    Frame,
+    Manifest,
+    StoredTensor,
+    VersionRef,
+    read_manifest,
+    write_manifest,
+)
 from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.weights import TensorSpec
 from slimrl.resync.last_version import LastVersion
-from slimrl.versions import apply
-from slimrl.versions.apply import file_hash
-from slimrl.versions.codec import BlockCodec
-from slimrl.versions.directory import VersionDirectory, superfluous
-from slimrl.versions.local_copy import LocalCopy
-from slimrl.versions.manifest import Frame, Manifest, StoredTensor, VersionRef, read_manifest, write_manifest
 
 
 def ref(version: int, writing: str = "a") -> VersionRef:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.checkpoints.versions.directory import VersionDirectory
 from slimrl.config.load import LoadedRecipe, load_recipe
 from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.progress import Progress
 from slimrl.runtime import start
 from slimrl.runtime import versions_folder as versions_folder_module
 from slimrl.runtime.versions_folder import versions_folder
-from slimrl.versions.directory import VersionDirectory
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
 

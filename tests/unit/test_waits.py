@@ -6,8 +6,8 @@ import time
 import pytest
 
 from slimrl.agent.sandbox.admission import Admission
-from slimrl.data.threads import in_thread
-from slimrl.data.waits import Waits, waiting
+from slimrl.base.threads import in_thread
+from slimrl.base.waits import Waits, waiting
 from slimrl.rewards.deadline import within
 
 
@@ -43,7 +43,7 @@ async def test_waits_in_threads_and_tasks_of_a_call_are_its_own():
 
 def test_waits_at_the_same_time_count_once(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("slimrl.data.waits.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("slimrl.base.waits.time.monotonic", lambda: now[0])
     waits = Waits()
     for after_s, number in [(0, 1), (1, 1), (1, -1), (1, -1), (5, 1), (2, -1)]:
         now[0] += after_s

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.base.errors import RunError, StageError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.resync.report import ResyncReport
-from slimrl.runtime.cluster.errors import RunError, StageError
 from slimrl.runtime.cluster.memory_phases import MemoryPhase
 from slimrl.runtime.weight_sync import WeightSync
 

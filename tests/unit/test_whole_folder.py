@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.data.atomic import atomic_folder
+from slimrl.base.atomic import atomic_folder
 
 
 def test_the_folder_has_its_name_when_it_is_whole_and_not_before(tmp_path):

@@ -8,13 +8,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.versions.directory import VersionDirectory
+from slimrl.checkpoints.versions.local_copy import LocalCopy
+from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import TensorPart, TensorSpec
 from slimrl.resync.transports.disk import DiskTransport
-from slimrl.versions.directory import VersionDirectory
-from slimrl.versions.local_copy import LocalCopy
-from slimrl.versions.manifest import read_manifest
 
 SPECS = [
     TensorSpec(name="embed", shape=(50, 8), dtype="bfloat16"),

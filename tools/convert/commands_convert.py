@@ -21,7 +21,7 @@ from slimrl_tools.convert.output_folder import check_new
 from slimrl_tools.convert.usage import Direction, Directions
 from slimrl_tools.exit_codes import exit_codes
 
-from slimrl.data.imports import imports_uncollected
+from slimrl.base.imports import imports_uncollected
 from slimrl.observability.logs import quiet_megatron
 
 app = typer.Typer(

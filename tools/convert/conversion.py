@@ -17,9 +17,9 @@ from slimrl_tools.convert.output_folder import RECORDS, check_space, partial_pat
 from slimrl_tools.convert.workers import divide, run_workers
 from slimrl_tools.progress import Advance, byte_progress
 
+from slimrl.base.atomic import write_whole
 from slimrl.checkpoints.digests import Span, check_spans
 from slimrl.checkpoints.safetensors_file import read_header
-from slimrl.data.atomic import write_whole
 from slimrl.observability.units import counted, show_bytes
 
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slimrl.data.atomic import write_whole
+from slimrl.base.atomic import write_whole
 from slimrl.observability.units import show_bytes
 
 JOB_NAME = ".job.json"

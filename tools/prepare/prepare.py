@@ -8,8 +8,8 @@ from typing import Any
 from slimrl_tools.prepare.data_sets import DATA_SETS
 from slimrl_tools.prepare.published_files import read_published
 
+from slimrl.base.atomic import atomic_file
 from slimrl.config.problems import suggestion
-from slimrl.data.atomic import atomic_file
 
 
 @dataclass(frozen=True, kw_only=True)

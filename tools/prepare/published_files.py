@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.jsonl import GZIP, read_jsonl, unzipped
+from slimrl.base.rows import parse_rows
 from slimrl.data.columns import PARQUET
-from slimrl.data.jsonl import GZIP, read_jsonl, unzipped
 from slimrl.data.parquet import read_parquet
-from slimrl.data.rows import parse_rows
 
 ENDINGS = (PARQUET, ".jsonl", f".jsonl{GZIP}", ".json", f".json{GZIP}", ".csv")
 

@@ -17,7 +17,7 @@ from slimrl.agent.calculator import calculator
 from slimrl.agent.environment import error_text
 from slimrl.agent.sglang_parser import UNREADABLE
 from slimrl.agent.tools import make_tool
-from slimrl.data.atomic import atomic_folder
+from slimrl.base.atomic import atomic_folder
 
 PHRASES = {
     "order": ("Compute {}.", "Calculate {}.", "Evaluate {}."),

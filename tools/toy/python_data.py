@@ -19,7 +19,7 @@ from slimrl_tools.toy.task_lines import asked, call, write_lines
 
 from slimrl.agent.sandbox.tools import python
 from slimrl.agent.tools import make_tool
-from slimrl.data.atomic import atomic_folder
+from slimrl.base.atomic import atomic_folder
 
 GUESS_FRACTION = 0.25
 """Demonstrations that guess, without a program."""

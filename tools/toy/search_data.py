@@ -21,7 +21,7 @@ from slimrl_tools.toy.task_lines import asked, call, write_lines
 
 from slimrl.agent.search import Index, search
 from slimrl.agent.tools import make_tool
-from slimrl.data.atomic import atomic_folder
+from slimrl.base.atomic import atomic_folder
 
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "me", "no", "ra")
 NUM_FIRST, NUM_LAST, NUM_TOWNS, NUM_COMPANY_WORDS = 12, 12, 10, 10

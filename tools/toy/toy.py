@@ -11,8 +11,8 @@ import torch
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
+from slimrl.base.atomic import atomic_folder
 from slimrl.checkpoints.safetensors_folder import write_safetensors
-from slimrl.data.atomic import atomic_folder
 from slimrl.models.family import family_of
 from slimrl.toys.random_weights import random_tensors
 

@@ -14,7 +14,7 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 from slimrl.agent.adapters.first_observation import first_observation, reset_seed, user
 from slimrl.agent.environment import Observation, Turn, answers, error_text
 from slimrl.agent.parsers import MalformedCall, ToolCall
-from slimrl.data.import_path import resolve
+from slimrl.config.import_path import resolve
 from slimrl.data.trajectory import Prompt
 
 TOOL = "act"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slimrl.agent.gateway.connection import Connection
-from slimrl.data.threads import in_thread, reportable
+from slimrl.base.threads import in_thread, reportable
 
 
 class AgentFailed(Exception):

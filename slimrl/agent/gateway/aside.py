@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from slimrl.data.threads import ReusedThreads
+from slimrl.base.threads import ReusedThreads
 
 SHORT = 16_384
 """Largest size (bytes, characters or tokens) of what is computed on the event loop itself: it takes a few milliseconds,

@@ -10,7 +10,7 @@ from slimrl.agent.gateway.errors import refused
 from slimrl.agent.gateway.fields import Field as Judged
 from slimrl.agent.gateway.fields import Verdict
 from slimrl.agent.schema_draft import draft_of
-from slimrl.data.jsonl import refuse_unwritable
+from slimrl.base.jsonl import refuse_unwritable
 
 
 class Object(BaseModel):

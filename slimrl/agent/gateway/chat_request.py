@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.history import SampledTurn
 from slimrl.agent.gateway.messages import history_key
-from slimrl.chat.chat_format import ChatFormat
 from slimrl.config.schema.rollout import SamplingConfig
 
 NEUTRAL: tuple[Any, ...] = (0, {}, [])

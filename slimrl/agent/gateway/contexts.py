@@ -4,13 +4,13 @@ the whole conversation as the chat template writes it."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from slimrl.agent.chat.chat_format import CallName, Context
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import Message, call_name
 from slimrl.agent.gateway.chat_request import ChatRequest
 from slimrl.agent.gateway.errors import refused
 from slimrl.agent.gateway.history import History, SampledTurn
 from slimrl.agent.gateway.messages import Echo, history_key
-from slimrl.chat.chat_format import CallName, Context
 from slimrl.config.schema.agent import HistoryMode
 
 

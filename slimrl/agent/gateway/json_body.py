@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Any
 
 from slimrl.agent.gateway.errors import BudgetSpent, refused
-from slimrl.data.jsonl import refuse_unwritable
-from slimrl.data.strict_json import strict_json
+from slimrl.base.jsonl import refuse_unwritable
+from slimrl.base.strict_json import strict_json
 
 CHARS_PER_TOKEN = 32
 """Characters of a request for each token of the context. Text has about four; only long runs of blanks or of one sign

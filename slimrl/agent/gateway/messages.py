@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.errors import refused
-from slimrl.chat.chat_format import ChatFormat
 
 MAX_SAFE_INTEGER = 2**53 - 1
 """Largest whole number below which JavaScript tells all of them apart"""

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from slimrl.agent.chat.template import read_arguments
 from slimrl.agent.gateway.body import Loose, Object
 from slimrl.agent.gateway.errors import refused
-from slimrl.chat.template import read_arguments
 
 
 class Called(Loose):

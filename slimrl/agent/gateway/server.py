@@ -29,8 +29,8 @@ from slimrl.agent.gateway.listener import IDLE_S, Listener, is_ours
 from slimrl.agent.gateway.messages import escaped
 from slimrl.agent.gateway.session import Session
 from slimrl.agent.schema_draft import unread_patterns
+from slimrl.base.visible import visible
 from slimrl.config.schema.agent import GatewayConfig
-from slimrl.data.visible import visible
 
 log = logging.getLogger(__name__)
 http_log = logging.getLogger(f"{__name__}.http")

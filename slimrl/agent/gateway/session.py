@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from slimrl.agent.assistant_turn import parse_turn
+from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.gateway.aside import Aside
 from slimrl.agent.gateway.attempts import Attempt, Attempts
@@ -26,7 +27,6 @@ from slimrl.agent.gateway.contexts import TurnContext, context_of
 from slimrl.agent.gateway.errors import ApiError, BudgetSpent, refused
 from slimrl.agent.gateway.history import History, SampledTurn
 from slimrl.agent.turn_request import TurnRequests
-from slimrl.chat.chat_format import ChatFormat
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.data.engine import Engine, EngineError, GenerateResult
 from slimrl.data.trajectory import Status

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimrl.data.threads import in_thread
+from slimrl.base.threads import in_thread
 
 log = logging.getLogger(__name__)
 

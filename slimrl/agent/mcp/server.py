@@ -12,8 +12,8 @@ from mcp.types import Tool
 from slimrl.agent.mcp.connection import Connection, ConnectionLost
 from slimrl.agent.mcp.result_text import result_text
 from slimrl.agent.tools import ToolError
+from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.data.loop_thread import LoopThread
 
 log = logging.getLogger(__name__)
 

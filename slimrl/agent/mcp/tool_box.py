@@ -17,8 +17,8 @@ from mcp.types import Tool as McpTool
 from slimrl.agent.mcp.server import McpServer
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import Tool, ToolBox, ToolOptions
+from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.data.loop_thread import LoopThread
 
 
 class McpToolBox(ToolBox):

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from slimrl.agent.sandbox.interface import SandboxBusy
-from slimrl.data.waits import waiting
+from slimrl.base.waits import waiting
 
 
 class Admission:

@@ -20,13 +20,13 @@ import xxhash
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from slimrl.base.atomic import WRITE_BYTES, atomic_file
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_blocks
 from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.file_groups import group_by_bytes
 from slimrl.checkpoints.read_ahead import read_ahead
 from slimrl.checkpoints.tensor_bytes import bytes_of
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema, gate_and_up_apart
-from slimrl.data.atomic import WRITE_BYTES, atomic_file
 from slimrl.models.layout_ops import Identity
 from slimrl.models.weight_map import Entry
 

@@ -16,7 +16,7 @@ class TransportName(str, Enum):
 
 
 class DeltaEncoding(str, Enum):
-    """Encoding of a changed tensor; slimrl/versions/codec.py has the formats."""
+    """Encoding of a changed tensor; slimrl/checkpoints/versions/codec.py has the formats."""
 
     xor = "xor"
     """Exclusive or of old and new bits: smallest if most elements change, as in fp32."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slimrl.data.weights import EngineControl, TensorPart
-from slimrl.ipc.shared_buffer import SharedBuffer
+from slimrl.resync.ipc.shared_buffer import SharedBuffer
 
 
 class Transport(Protocol):

@@ -2,7 +2,7 @@
 
 A group with one receiver per engine and node is made once, and again under another name when the engines change or a
 version failed. Every byte goes to each receiver once; the engine's other ranks on the node read the receiver's memory
-(slimrl/sglang_plugin/bucket_receiver.py).
+(slimrl/engines/plugin/bucket_receiver.py).
 
 A send returns when the broadcast is done; the engines load the bucket while the next one is broadcast.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 from slimrl import device
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EngineControl, GroupSpec, TensorPart, packed_bytes
-from slimrl.ipc.broadcast_group import RECEIVER_BUFFERS, BroadcastGroup, GroupError, serve_store
-from slimrl.ipc.shared_buffer import SharedBuffer
 from slimrl.resync.engine_calls import fan_out
+from slimrl.resync.ipc.broadcast_group import RECEIVER_BUFFERS, BroadcastGroup, GroupError, serve_store
+from slimrl.resync.ipc.shared_buffer import SharedBuffer
 from slimrl.resync.sending import SendThread
 from slimrl.resync.transports.base import Transport
 

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimrl.base.atomic import disk_reason
+from slimrl.checkpoints.versions.directory import VersionDirectory
+from slimrl.checkpoints.versions.manifest import VersionRef
 from slimrl.config.schema.resync import ResyncConfig
-from slimrl.data.atomic import disk_reason
 from slimrl.data.weights import EngineControl, TensorPart, TensorSpec, packed_bytes
-from slimrl.ipc.shared_buffer import SharedBuffer
 from slimrl.resync.delta_writer import DeltaWriter
 from slimrl.resync.engine_calls import fan_out
+from slimrl.resync.ipc.shared_buffer import SharedBuffer
 from slimrl.resync.last_version import LastVersion
 from slimrl.resync.transports.base import Transport
 from slimrl.resync.version_writer import VersionWriter
 from slimrl.resync.whole_writer import WholeWriter
-from slimrl.versions.directory import VersionDirectory
-from slimrl.versions.manifest import VersionRef
 
 log = logging.getLogger(__name__)
 

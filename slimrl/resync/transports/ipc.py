@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from slimrl.data.weights import EngineControl, TensorPart
-from slimrl.ipc.shared_buffer import SharedBuffer
 from slimrl.resync.engine_calls import fan_out
+from slimrl.resync.ipc.shared_buffer import SharedBuffer
 from slimrl.resync.transports.base import Transport
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
+from slimrl.rollout.task.task import load_task
 from slimrl.runtime.checks.fetched_model import with_tokenizer
-from slimrl.runtime.checks.task import load_task
 from slimrl.runtime.sft import read_examples
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import ray
 
+from slimrl.base.errors import StageError
 from slimrl.config.env_vars import thread_variables
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import Problem
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
-from slimrl.runtime.cluster.errors import StageError
 from slimrl.runtime.cluster.placement import Node, Slot
 from slimrl.runtime.cluster.reservation import Reservation
 

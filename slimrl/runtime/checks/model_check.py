@@ -19,7 +19,7 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.offline_recipe import model_violations, transformer_engine_violations
 from slimrl.resync.buckets import too_small
-from slimrl.runtime.checks.engine_format import engine_transform
+from slimrl.rollout.task.engine_format import engine_transform
 
 STATE_CACHE: dict[str, tuple[Any, ...]] = {
     "mamba_radix_cache_strategy": ("no_buffer", "auto"),

@@ -11,8 +11,8 @@ from slimrl.config.problems import RecipeError
 from slimrl.data.preview import Preview
 from slimrl.data.prompts import read_conversations, read_prompts
 from slimrl.data.trajectory import Prompt
-from slimrl.runtime.checks.dialogue import load_chat_format, load_dialogues
-from slimrl.runtime.checks.environment import load_environment
+from slimrl.rollout.task.dialogue import load_chat_format, load_dialogues
+from slimrl.rollout.task.environment import load_environment
 from slimrl.runtime.checks.fetched_model import with_tokenizer
 
 QUESTION = Prompt(prompt_id="preview", messages=[{"role": "user", "content": "(the question)"}], label=None)

@@ -15,10 +15,10 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.models.architecture import check_architecture, trained_architecture
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.run_folder import RunFolder, check_start
+from slimrl.rollout.task.task import load_task
 from slimrl.runtime.checks.checkpoint_check import WholeCheckpoint, newest_checkpoint
 from slimrl.runtime.checks.folder_check import folder_problems
 from slimrl.runtime.checks.model_check import model_problems
-from slimrl.runtime.checks.task import load_task
 from slimrl.runtime.checks.teacher_check import teacher_problems
 from slimrl.runtime.sft import read_examples
 from slimrl.runtime.state import CheckpointFolder

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from slimrl.chat.tokenizer import load_tokenizer
+from slimrl.agent.chat.tokenizer import load_tokenizer
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import Problem
 from slimrl.models.hf_config import read_hf_config

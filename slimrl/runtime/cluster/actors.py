@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from slimrl.rollout.servers.process import ServerError
-from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
+from slimrl.base.errors import ActorLost, NodeLost, StageError
+from slimrl.engines.servers.process import ServerError
 from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.reservation import is_alive
 

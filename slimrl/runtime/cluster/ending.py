@@ -8,9 +8,9 @@ from types import FrameType
 
 import psutil
 
-from slimrl.data.processes import await_end
+from slimrl.base.errors import Interrupted
+from slimrl.base.processes import await_end
 from slimrl.observability.run_folder import RunFolder
-from slimrl.runtime.cluster.errors import Interrupted
 from slimrl.runtime.state import CheckpointFolder
 
 END_TIMEOUT_S = 10.0

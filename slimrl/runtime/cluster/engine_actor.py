@@ -9,19 +9,19 @@ from pathlib import Path
 import ray
 
 from slimrl import device
+from slimrl.base.seeds import derive_seed
 from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError
-from slimrl.data.engine_key import EngineKey
-from slimrl.data.seeds import derive_seed
-from slimrl.ipc.allocator import forbid_expandable_segments
-from slimrl.ipc.stale_files import clean_stale_segments
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers.control import EngineMemory, SglangControl
+from slimrl.engines.servers.ports import free_port
+from slimrl.engines.servers.process import ServerError
+from slimrl.engines.servers.server import ENGINE, TEACHER, EnginePart, EngineServer, part_name
 from slimrl.observability.logs import capture_output
-from slimrl.rollout.servers.control import EngineMemory, SglangControl
-from slimrl.rollout.servers.ports import free_port
-from slimrl.rollout.servers.process import ServerError
-from slimrl.rollout.servers.server import ENGINE, TEACHER, EnginePart, EngineServer, part_name
+from slimrl.resync.ipc.allocator import forbid_expandable_segments
+from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.runtime.cluster.placement import Node
 
 HEALTH_EVERY_S = 5.0

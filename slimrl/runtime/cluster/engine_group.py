@@ -4,7 +4,7 @@ The actors of an engine (engine_sites.py) start, end and are replaced together.
 
 What becomes of an engine that ends or no longer answers, while others are left:
 
-1. `watch` notices it. Its requests go on at the others (rollout/routing.py).
+1. `watch` notices it. Its requests go on at the others (engines/routing.py).
 2. Its actors restart it in the background, at the same address, paused; where an actor has ended, new ones do. An
    engine whose node was lost is gone, and others join on nodes that have room.
 3. It is among the `receivers` of the next resync, and serves afterwards.
@@ -22,22 +22,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slimrl.base.errors import ActorLost, NodeLost, StageError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import PauseMode
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import Engine
-from slimrl.data.engine_key import new_key
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.engine_key import new_key
+from slimrl.engines.lockstep import LockstepEngine
+from slimrl.engines.routing import RoutedEngines
+from slimrl.engines.servers.control import EngineMemory
+from slimrl.engines.servers.server import ENGINE, TEACHER
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.lockstep import LockstepEngine
-from slimrl.rollout.routing import RoutedEngines
-from slimrl.rollout.servers.control import EngineMemory
-from slimrl.rollout.servers.server import ENGINE, TEACHER
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.engine_actor import ENDS_WITHIN_S, EngineAddress
 from slimrl.runtime.cluster.engine_sites import EngineSites
-from slimrl.runtime.cluster.errors import ActorLost, NodeLost, StageError
 from slimrl.runtime.cluster.reservation import Reservation
 
 CHECK_TIMEOUT_S = 60.0

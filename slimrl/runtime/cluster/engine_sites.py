@@ -13,9 +13,9 @@ from pathlib import Path
 
 from slimrl.config.env_vars import engine_variables
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.engine_key import EngineKey
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers.server import TEACHER, part_name
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.servers.server import TEACHER, part_name
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress, actor_log
 from slimrl.runtime.cluster.placement import Slot

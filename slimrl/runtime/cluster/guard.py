@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from slimrl.data.processes import lives
+from slimrl.base.processes import lives
 
 GRACE_S = 3.0
 """How long processes have to end by themselves once the driver is gone."""
@@ -75,7 +75,7 @@ def end_what_is_left(folder: Path, temporary_files: Path) -> None:
     """End the processes that are left and remove their files: steps 2 and 3."""
     end_members(folder, temporary_files, grace_s=GRACE_S)
     # Imports torch, for which a guard that never acts has no use.
-    from slimrl.ipc.stale_files import clean_stale_segments
+    from slimrl.resync.ipc.stale_files import clean_stale_segments
 
     clean_stale_segments()
     shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from slimrl.data.training import MemoryPart
-from slimrl.rollout.servers.control import EngineMemory
+from slimrl.engines.servers.control import EngineMemory
 
 
 class MemoryHolder(Protocol):

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from slimrl.base.errors import StageError
 from slimrl.config.critic import critic_recipe
 from slimrl.config.rollout_rules import LARGER_ENGINES
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.teacher import teacher_recipe
 from slimrl.observability.units import counted
-from slimrl.runtime.cluster.errors import StageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ from slimrl.config.critic import critic_recipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.training import MemoryPart
+from slimrl.engines.servers.server import TEACHER
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.servers.server import TEACHER
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.reservation import Reservation
 from slimrl.runtime.cluster.trainer_group import CRITIC, TrainerGroup

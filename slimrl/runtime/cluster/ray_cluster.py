@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 import ray
 
-from slimrl.data.processes import await_end
-from slimrl.runtime.cluster.errors import StageError
+from slimrl.base.errors import StageError
+from slimrl.base.processes import await_end
 from slimrl.runtime.cluster.guard import end_members, guarded
 from slimrl.runtime.cluster.private_access import private_access
 

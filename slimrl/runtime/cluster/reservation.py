@@ -19,7 +19,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slimrl.runtime.cluster.errors import StageError
+from slimrl.base.errors import StageError
 from slimrl.runtime.cluster.placement import Node, Placement, Slot
 
 RESERVE_TIMEOUT_S = 60.0

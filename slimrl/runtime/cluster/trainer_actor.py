@@ -13,22 +13,22 @@ import ray
 from ray.util import get_node_ip_address
 
 from slimrl.algorithms.passes import needs_reference
+from slimrl.base.imports import imports_uncollected
+from slimrl.base.meeting_folder import meeting_folder
+from slimrl.base.spans import SPANS
 from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import sends_drafts
-from slimrl.data.imports import imports_uncollected
-from slimrl.data.meeting_folder import meeting_folder
 from slimrl.data.training import Layout
-from slimrl.ipc.allocator import forbid_expandable_segments
-from slimrl.ipc.stale_files import clean_stale_segments
+from slimrl.engines.servers.control import SglangControl
+from slimrl.engines.servers.ports import free_port
 from slimrl.observability.logs import capture_output
+from slimrl.observability.profiling.trace import TORCH_SUFFIX
 from slimrl.observability.run_folder import RunFolder
-from slimrl.profiling.spans import SPANS
-from slimrl.profiling.trace import TORCH_SUFFIX
+from slimrl.resync.ipc.allocator import forbid_expandable_segments
+from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.session import ResyncReport, ResyncSession
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.rollout.servers.ports import free_port
-from slimrl.runtime.checks.engine_format import engine_transform
+from slimrl.rollout.task.engine_format import engine_transform
 from slimrl.runtime.cluster.engine_actor import EngineAddress
 
 
@@ -86,7 +86,7 @@ class TrainerActor:
     def start(self, meeting: str) -> Layout:
         """Join the other ranks and build the model; weights are random until loaded."""
         with imports_uncollected():
-            from slimrl.profiling.megatron_passes import time_passes
+            from slimrl.observability.profiling.megatron_passes import time_passes
             from slimrl.trainer.worker import TrainerWorker
 
         fetch_to_this_node(self.recipe.model.path)

@@ -11,6 +11,7 @@ import ray
 
 from slimrl.algorithms.mismatch import LogProbReport
 from slimrl.algorithms.objective import LossFunction
+from slimrl.base.spans import SPANS
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.env_vars import trainer_variables
 from slimrl.config.schema.algorithm import AlgorithmConfig
@@ -19,7 +20,6 @@ from slimrl.data.packing import PackedBatch
 from slimrl.data.training import Layout, MemoryPart, UpdateResult
 from slimrl.observability.progress import Phase, Progress
 from slimrl.observability.run_folder import RunFolder
-from slimrl.profiling.spans import SPANS
 from slimrl.resync.session import ResyncReport
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.engine_actor import EngineAddress

@@ -18,18 +18,18 @@ from pathlib import Path
 
 from rich.table import Table
 
+from slimrl.base.errors import RunError
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.data.engine import EngineError
-from slimrl.data.engine_key import EngineKey
+from slimrl.engines.engine_key import EngineKey
+from slimrl.engines.servers.control import SglangControl
 from slimrl.models.hf_config import config_for_planning, published_model
 from slimrl.observability.memory import MemoryWatch, session_members
 from slimrl.observability.progress import Progress
 from slimrl.observability.terminal import plain_console
 from slimrl.resync.engine_calls import fan_out
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout.servers.control import SglangControl
-from slimrl.runtime.cluster.errors import RunError
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.resync_tools.memcpy import memcpy_gb_per_s

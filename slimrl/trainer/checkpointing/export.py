@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slimrl.base.atomic import atomic_folder
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import write_safetensors_file
 from slimrl.checkpoints.safetensors_folder import write_safetensors
-from slimrl.data.atomic import atomic_folder
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
 from slimrl.trainer.weight_source import MegatronWeightSource

@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.trainer import LoraConfig
-from slimrl.data.seeds import derive_seed
 from slimrl.models.adapters import adapted_tensors, layer_name
 from slimrl.models.weight_map import Entry, HfTensor
 

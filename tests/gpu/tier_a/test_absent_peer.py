@@ -8,7 +8,7 @@ from lost_member import broadcast_to_nobody, check, group_of_two
 from machine import choose, on_gpu
 from ranks import run_ranks
 
-from slimrl.ipc.broadcast_group import BroadcastGroup, serve_store
+from slimrl.resync.ipc.broadcast_group import BroadcastGroup, serve_store
 
 
 def wait_for_nobody(rank, num_ranks, port, deadline_s):

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from resync_engines import Source
 from sent_weights import RUN_ID, bucket_bytes, session, weights
 
-from slimrl.ipc.allocator import forbid_expandable_segments
-from slimrl.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.resync.ipc.allocator import forbid_expandable_segments
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 SLACK_BYTES = 16 << 20

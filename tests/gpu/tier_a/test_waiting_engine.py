@@ -19,8 +19,8 @@ from ranks import run_ranks
 
 from slimrl import device
 from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
-from slimrl.ipc.broadcast_group import BroadcastGroup, serve_store
-from slimrl.sglang_plugin.bucket_loader import leave_group, open_payload, received_payload, update
+from slimrl.engines.plugin.bucket_loader import leave_group, open_payload, received_payload, update
+from slimrl.resync.ipc.broadcast_group import BroadcastGroup, serve_store
 
 SPIN_S = 8.0
 SPIN_ON_CPU_S = 2.0

@@ -12,8 +12,8 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.rollout.servers.control import EngineMemory, SglangControl
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.servers.control import EngineMemory, SglangControl
+from slimrl.engines.servers.server import EngineServer
 
 pytestmark = pytest.mark.timeout(600)
 

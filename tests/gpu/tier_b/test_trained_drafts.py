@@ -22,8 +22,8 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.speculative import DraftMode, SpeculativeConfig
 from slimrl.data.engine import GenerateRequest
-from slimrl.rollout.client import SglangEngine
-from slimrl.rollout.servers.server import EngineServer
+from slimrl.engines.client import SglangEngine
+from slimrl.engines.servers.server import EngineServer
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,7 +15,7 @@ from machine import choose, on_gpu
 from ranks import run_ranks
 
 from slimrl import device
-from slimrl.ipc.broadcast_group import BroadcastGroup, GroupError
+from slimrl.resync.ipc.broadcast_group import BroadcastGroup, GroupError
 
 
 def send_twice(rank, num_ranks, port, deadline_s):

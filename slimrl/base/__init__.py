@@ -1,0 +1,1 @@
+"""What is not about reinforcement learning: files, threads, processes, imports, lines of JSON."""

@@ -1,0 +1,1 @@
+"""What a run will take, computed without one: memory, time, transfers."""

@@ -1,0 +1,121 @@
+"""The second half of a bucket, by transport: from the senders into the engines."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+from slimrl.data.weights import EnginePlace
+from slimrl.estimates.resync.machine import GB, Cost, Machine
+from slimrl.resync.buckets import Bucket
+from slimrl.resync.plan import ResyncPlan
+
+
+class SendEstimate:
+    """
+    Args:
+        replicated: tensors, by the name under which they are sent, that every rank of an engine holds whole.
+    """
+
+    def __init__(
+        self, plan: ResyncPlan, engines: Sequence[EnginePlace], machine: Machine, replicated: frozenset[str]
+    ) -> None:
+        self._plan, self._engines, self._machine, self._replicated = plan, engines, machine, replicated
+
+    def send(self, bucket: Bucket) -> Cost:
+        raise NotImplementedError
+
+    def end(self) -> Cost:
+        """What follows when all buckets are sent."""
+        return Cost()
+
+    def _sharded_and_replicated(self, bucket: Bucket) -> tuple[int, int]:
+        """Bytes of tensors that engines shard over their ranks, and of those that every rank holds whole."""
+        whole = sum(part.nbytes for part in bucket.sent if part.spec.name in self._replicated)
+        return bucket.sent_bytes - whole, whole
+
+    def _load_overhead(self, bucket: Bucket) -> float:
+        return len(bucket.sent) * self._machine.load_us * 1e-6
+
+
+class IpcEstimate(SendEstimate):
+    """Engines copy out of the memory of their node's leader, whose GPU the first rank of one of them shares.
+
+    The call for a bucket is under way while the one before is loaded, so calls take no time of their own.
+    """
+
+    @cached_property
+    def _nodes(self) -> Counter[tuple[int, ...]]:
+        """Ranks of each engine of a node, and how many nodes are like that."""
+        num_ranks = {engine.name: engine.num_ranks for engine in self._engines}
+        return Counter(
+            tuple(num_ranks[name] for name in sender.engines) for sender in self._plan.senders if sender.engines
+        )
+
+    def send(self, bucket: Bucket) -> Cost:
+        sharded, whole = self._sharded_and_replicated(bucket)
+        cost = Cost()
+        for engines, nodes in self._nodes.items():
+            everything = sum(sharded + whole * ranks for ranks in engines)
+            own = sharded // engines[0] + whole
+            remote_seconds = (everything - own) / (self._machine.nvlink_gb_per_s * GB)
+            cost.seconds = max(cost.seconds, self._machine.copy_seconds(own), remote_seconds)
+            cost.link_bytes += Counter(memory=2 * own * nodes, nvlink=(everything - own) * nodes)
+        cost.seconds += self._load_overhead(bucket)
+        return cost
+
+
+class CollectiveEstimate(SendEstimate):
+    """Broadcasts to the engines, one for each bucket, to a receiver for each engine and node, along a chain that enters
+    a node once.
+
+    The other ranks of the engine on that node copy out of the receiver's memory, while it receives the next bucket.
+    """
+
+    _last_loading = 0.0
+
+    def send(self, bucket: Bucket) -> Cost:
+        machine, sent = self._machine, bucket.sent_bytes
+        remote_nodes = len({node for engine in self._engines for node in engine.nodes} - {self._plan.senders[0].node})
+        receivers = sum(len(engine.nodes) for engine in self._engines)
+        cost = Cost(link_bytes=Counter(network=sent * remote_nodes, nvlink=sent * (receivers - remote_nodes)))
+        sharded, whole = self._sharded_and_replicated(bucket)
+        loading = 0.0
+        for engine in self._engines:
+            own = sharded // engine.num_ranks + whole
+            others = own * (engine.num_ranks // len(engine.nodes) - 1)
+            loading = max(loading, machine.copy_seconds(own), others / (machine.nvlink_gb_per_s * GB))
+            cost.link_bytes += Counter(memory=2 * own * len(engine.nodes), nvlink=others * len(engine.nodes))
+        loading += self._load_overhead(bucket) + machine.bucket_ms * 1e-3
+        if remote_nodes:
+            broadcast = sent / (machine.network_gb_per_s * GB) + remote_nodes * machine.hop_us * 1e-6
+        else:
+            broadcast = sent / (machine.nvlink_gb_per_s * GB)
+        cost.seconds = max(broadcast, self._last_loading)
+        self._last_loading = loading
+        return cost
+
+    def end(self) -> Cost:
+        return Cost(self._last_loading)
+
+
+class DiskEstimate(SendEstimate):
+    """Rank 0 writes the buckets. Then each node of an engine reads all of it once, and each rank loads its shards."""
+
+    def send(self, bucket: Bucket) -> Cost:
+        sent = bucket.sent_bytes
+        rate = 1 / self._machine.pcie_gb_per_s + 1 / self._machine.disk_write_gb_per_s
+        return Cost(sent * rate / GB, Counter(pcie=sent, disk=sent))
+
+    def end(self) -> Cost:
+        machine, buckets = self._machine, self._plan.buckets
+        sent = sum(bucket.sent_bytes for bucket in buckets)
+        nodes = len({node for engine in self._engines for node in engine.nodes})
+        read = max(min(nodes, 1) * sent / machine.disk_read_gb_per_s, nodes * sent / machine.disk_read_total_gb_per_s)
+        sizes = [self._sharded_and_replicated(bucket) for bucket in buckets]
+        sharded, whole = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+        pcie = [(sharded // engine.num_ranks + whole, engine.num_ranks) for engine in self._engines]
+        overhead = sum(map(self._load_overhead, buckets)) if pcie else 0.0
+        copies = max((own for own, _ in pcie), default=0) / machine.pcie_gb_per_s
+        return Cost(
+            (read + copies) / GB + overhead, Counter(disk=nodes * sent, pcie=sum(own * ranks for own, ranks in pcie))
+        )

@@ -1,0 +1,93 @@
+"""Records chosen steps of a run: the driver's side of a profile."""
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from slimrl.base.spans import LOOK_S, PROFILED, RECORDING, SPANS
+from slimrl.observability.profiling.trace import write_trace
+
+STEP = "whole step"
+"""Name of the span of a whole step"""
+
+
+def parse_steps(text: str) -> frozenset[int]:
+    """Steps such as `3`, `3-5` or `2,7`.
+
+    Raises:
+        ValueError: says what is expected.
+    """
+    steps: set[int] = set()
+    for part in text.split(","):
+        if (match := re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)) is None:
+            raise ValueError(f"--profile {text}: give steps such as 3, 3-5 or 2,7.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first < 1 or last < first:
+            raise ValueError(f"--profile {text}: steps count from 1, and the last of a range is not before its first.")
+        steps |= set(range(first, last + 1))
+    return frozenset(steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """Steps of a run to record, and how."""
+
+    steps: frozenset[int]
+    torch: bool = False
+    """Whether to record also what torch does in the trainer's ranks"""
+
+
+def check_profiled(profiled: Profiled | None, steps: int) -> None:
+    """Raises ValueError if the run has not all of the steps."""
+    if profiled is not None and (last := max(profiled.steps)) > steps:
+        raise ValueError(f"--profile: there is no step {last}; the run has {steps}.")
+
+
+class TorchProfiled(Protocol):
+    """Processes that torch's profiler can record."""
+
+    def begin_torch_profile(self) -> None: ...
+
+    def end_torch_profile(self, folder: Path) -> None:
+        """Writes a file for each process (trace.TORCH_SUFFIX)."""
+
+
+class Recorder:
+    """Recorder of one run's profile."""
+
+    def __init__(self, folder: Path, profiled: Profiled) -> None:
+        """Make the folder anew, in which the run's processes look for it; so before they start."""
+        self._folder, self._profiled = folder.absolute(), profiled
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / PROFILED).touch()
+        SPANS.open(self._folder, "driver")
+
+    @contextmanager
+    def step(self, number: int, trainers: TorchProfiled) -> Iterator[None]:
+        """Record the block if this step is one of those."""
+        if number not in self._profiled.steps:
+            yield
+            return
+        flag = self._folder / RECORDING
+        if self._profiled.torch:
+            trainers.begin_torch_profile()
+        flag.touch()
+        # Every process has looked before the step begins.
+        time.sleep(2 * LOOK_S)
+        try:
+            with SPANS(STEP, number=number):
+                yield
+        finally:
+            flag.unlink()
+        if self._profiled.torch:
+            trainers.end_torch_profile(self._folder)
+
+    def finish(self) -> Path | None:
+        """Write the trace; None if there is nothing in it."""
+        return write_trace(self._folder)

@@ -1,0 +1,376 @@
+"""The asynchronous rollout: groups begin all the time, and the trainer takes them in batches.
+
+1. Its groups run on the stage's event loop, which has a thread of its own. Admission (rollout/admission.py) says when
+   one may begin; a free slot for a trajectory says when the engines have room for it.
+2. A group ends when all its trajectories are scored. A zero-variance group is left out where the recipe refills
+   (docs/algorithms.md#dynamic-sampling), at most `max_refills` times a batch's groups; one without a trajectory to
+   train on always.
+3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
+4. `save` keeps the groups that wait, the ended trajectories of those that run, and the turns of their others, which a
+   resumed run replays (engines/turn_logs.py).
+
+All state is the event loop's; the driver's thread calls `run` of the loop.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimrl.algorithms.selection import select
+from slimrl.algorithms.shaping import shape_rewards
+from slimrl.checkpoints.digests import FileDigest, file_digest
+from slimrl.config.schema.credit import RefillMode
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutMode
+from slimrl.data.mixture import DataOrder
+from slimrl.data.trajectory import REPLAYED_TOKENS, Prompt, Status, Trajectory
+from slimrl.engines.turn_logs import LoggedTurn, read_turns, write_turns
+from slimrl.rollout.admission import Admission
+from slimrl.rollout.dynamic_sampling import StepRollout
+from slimrl.rollout.errors import TooManyFailed
+from slimrl.rollout.group_ledger import GroupLedger
+from slimrl.rollout.groups import GROUPS_FILE, Group, read_groups, write_groups
+from slimrl.rollout.stage import RolloutStage, causes_text
+
+POLL_S = 1.0
+"""Seconds between two checks that engines are alive and the run goes on, while the driver waits."""
+STATE_FILE = "admission.json"
+
+LOST = ("filtered", "failed", "dropped")
+"""Ways in which groups leave that are not trained on"""
+
+log = logging.getLogger(__name__)
+
+
+class RolloutService:
+    """Runs groups from `start` until the stage is closed."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: DataOrder[Prompt],
+        prompts: Sequence[Prompt],
+        stage: RolloutStage,
+        keeps: Callable[[list[Trajectory]], bool],
+        ledger: GroupLedger,
+    ) -> None:
+        """
+        Args:
+            ledger: gets a line for each group that leaves, when the step after it has its batch.
+            prompts: all prompts of the training data, among which are those of saved groups.
+            keeps: the task's group filters.
+        """
+        self._recipe, self._data, self._stage, self._keeps, self._ledger = recipe, data, stage, keeps, ledger
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        rollout = recipe.rollout
+        most = rollout.max_concurrency_per_engine * rollout.most_engines
+        self.admission = Admission(
+            batch=rollout.prompts_per_step,
+            max_running=most,
+            max_staleness=1 if rollout.mode is RolloutMode.one_step_off else rollout.max_staleness,
+            too_old=rollout.too_old,
+            last_version=recipe.steps,
+            most_present=None
+            if rollout.mode is not RolloutMode.sync
+            else math.ceil(rollout.oversample * rollout.prompts_per_step),
+        )
+        self._slots = stage.pressure.slots()
+        self._groups: dict[int, Group] = {}
+        """Groups that run or wait to be taken, by number"""
+        self._saved_turns: dict[str, list[LoggedTurn]] = {}
+        """Turns of trajectories that are to run again after a resume, by the trajectories' ids"""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._held = False
+        self._fault: BaseException | None = None
+        self._versions: dict[int, int] = {}
+        """Number of updates that made each version of the engines' weights, by version"""
+        self._num_ended = 0
+        """Number of trajectories in groups that ended since the last batch, in whatever way"""
+        self._failed: list[Trajectory] = []
+        """Trajectories that failed or were aborted, in the groups that ended since the last batch"""
+        self._left: list[dict[str, Any]] = []
+        """Lines of the ledger for groups that left since the last batch"""
+        self._counted: dict[str, int] = {}
+        """Counts of the admission at the last batch"""
+        self._last_take = time.monotonic()
+
+    def start(self, step: int, weight_version: int, saved: Path | None) -> None:
+        """Begin with groups; call it when the engines serve their first weights.
+
+        Args:
+            step: steps completed.
+            saved: folder of `save` in the checkpoint that the run continues from.
+
+        Raises:
+            ValueError: the saved groups do not fit the data.
+        """
+        if saved is None:
+            self.admission.skip(step)
+            self._counted = self.admission.counts
+        else:
+            self._restore(saved)
+        self._versions[weight_version] = self.admission.version
+        self._stage.run(self._start())
+
+    async def _start(self) -> None:
+        for number in self.admission.running:
+            self._run(self._groups[number])
+        self._serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        """Begin groups while there is room for them."""
+        try:
+            while True:
+                self._changed.clear()
+                while not self._held and self.admission.capacity and not self._slots.locked():
+                    self._begin()
+                    # Its first trajectories take their slots.
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                await self._changed.wait()
+        except Exception as error:
+            self._fault = error
+            raise
+
+    def _begin(self) -> None:
+        [prompt] = self._data.take(1)
+        number = self.admission.begin()
+        ids = [f"group_{number:08d}/{sample:03d}" for sample in range(self._recipe.rollout.samples_per_prompt)]
+        self._groups[number] = Group(number=number, prompt=prompt, ids=ids)
+        self._run(self._groups[number])
+
+    def _run(self, group: Group) -> None:
+        def keep(trajectory: Trajectory) -> None:
+            group.keep(trajectory)
+            self._changed.set()
+
+        saved = {one: self._saved_turns.pop(one) for one in group.ids if one in self._saved_turns}
+
+        async def run() -> None:
+            try:
+                await self._stage.run_group(group.prompt, group.ids, group.done, self._slots, keep, saved)
+                self._end(group)
+            except Exception as error:  # a fault of ours, which the driver raises
+                if group.number in self._groups:
+                    self._fault = error
+                else:
+                    log.warning("group %d, when it was dropped: %s", group.number, error, exc_info=error)
+            finally:
+                self._tasks.pop(group.number, None)
+                self._changed.set()
+
+        self._tasks[group.number] = asyncio.create_task(run())
+
+    def _end(self, group: Group) -> None:
+        trajectories = group.trajectories
+        shape_rewards(trajectories, self._recipe.algorithm)
+        self._num_ended += len(trajectories)
+        bad = (Status.failed, Status.aborted)
+        self._failed += [t for t in trajectories if t.status in bad]
+        if all(t.status is Status.failed for t in trajectories):
+            self._leave(group, "failed")
+        elif self._may_refill and not self._is_useful(group):
+            self._leave(group, "filtered")
+        else:
+            self.admission.finish(group.number, self._lowest(trajectories))
+
+    def _leave(self, group: Group, end: str) -> None:
+        self.admission.leave(group.number, end)
+        self._forget(group.number, end)
+
+    def _forget(self, number: int, end: str) -> Group:
+        """Drop a group that has left admission; its line of the ledger waits for the next step."""
+        group = self._groups.pop(number)
+        updates = np.unique(self._updates_of(list(group.done.values())))
+        self._left.append(group.line(end, [int(count) for count in updates]))
+        return group
+
+    @property
+    def _may_refill(self) -> bool:
+        """Whether another group may take the place of a zero-variance group; without a limit there might never be a
+        batch."""
+        settings = self._recipe.algorithm.dynamic_sampling
+        replaced = self.admission.counts["filtered"] - self._counted["filtered"]
+        return settings.refill is not RefillMode.off and replaced < settings.max_refills * self.admission.batch
+
+    def _is_useful(self, group: Group) -> bool:
+        step = self.admission.version + 1
+        return select(group.trajectories, self._recipe.algorithm, self._keeps, step=step).is_useful
+
+    def _updates_of(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+        """int64 [sampled tokens], how many updates had made the weights that sampled each."""
+        versions = [s.weight_versions[s.loss_mask] for t in trajectories for s in t.segments]
+        found, inverse = np.unique(np.concatenate([np.zeros(0, np.int32), *versions]), return_inverse=True)
+        # Engines may serve the next update's weights a moment before `advance`.
+        newest = self.admission.version + 1
+        return np.array([self._versions.get(int(version), newest) for version in found], np.int64)[inverse]
+
+    def _lowest(self, trajectories: Sequence[Trajectory]) -> int:
+        return int(self._updates_of(trajectories).min(initial=self.admission.version))
+
+    def take(self, check: Callable[[], None]) -> StepRollout:
+        """The next batch, as soon as there is one.
+
+        Args:
+            check: called every second; an exception that it raises ends the wait, and nothing is taken.
+
+        Raises:
+            TooManyFailed: too many that ended since the last batch did; a batch may never come then.
+        """
+        start = time.monotonic()
+        while (batch := self._stage.run(self._take())) is None:
+            check()
+        seconds = time.monotonic() - start
+        groups, counts = batch
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        now = time.monotonic()
+        metrics = {
+            **self._ages(groups),
+            **{f"async/{name}_groups": counts[name] for name in ("running", "waiting", *LOST)},
+            "async/wait_s": seconds,
+            "async/group_s_max": max(group.seconds for group in groups),
+            "async/replayed_tokens": sum(t.metadata.get(REPLAYED_TOKENS, 0) for t in trajectories),
+        }
+        interval, self._last_take = now - self._last_take, now
+        return StepRollout(sampled=trajectories, kept=trajectories, metrics=metrics, seconds=interval)
+
+    async def _take(self) -> tuple[list[Group], dict[str, int]] | None:
+        """A batch, or None if there is none within POLL_S; and how many groups run, wait, and were lost since the last
+        one."""
+        deadline = time.monotonic() + POLL_S
+        while not self.admission.is_ready:
+            self._refuse()
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            await asyncio.sleep(min(left, 0.02))
+        self._refuse()
+        self._num_ended, self._failed = 0, []
+        groups = [self._forget(number, "taken") for number in self.admission.take()]
+        # A synchronous step's engines wait for the trainer.
+        self._held = self._recipe.rollout.mode is RolloutMode.sync
+        self._ledger.add(self.admission.version + 1, self._left)
+        self._left = []
+        self._changed.set()
+        before, self._counted = self._counted, self.admission.counts
+        return groups, self._counted | {name: self._counted[name] - before[name] for name in LOST}
+
+    def _refuse(self) -> None:
+        """Raise the fault of a group, or TooManyFailed if more did than may of those that ended, or than of a batch."""
+        if self._fault is not None:
+            raise self._fault
+        rollout = self._recipe.rollout
+        of_batch = rollout.prompts_per_step * rollout.samples_per_prompt
+        if len(self._failed) > rollout.max_failed_fraction * max(self._num_ended, of_batch):
+            raise TooManyFailed(
+                f"{len(self._failed)} of the {self._num_ended} trajectories that ended since the last batch failed or "
+                f"were aborted, more than rollout.max_failed_fraction = {rollout.max_failed_fraction:g} allows (of a "
+                f"batch's {of_batch} at least): {causes_text(self._failed)}",
+                self._failed,
+            )
+
+    def _ages(self, groups: Sequence[Group]) -> dict[str, float]:
+        ages = [self.admission.age(self._lowest(group.trajectories)) for group in groups]
+        of_tokens = self.admission.version - self._updates_of([t for group in groups for t in group.trajectories])
+        return {
+            "async/age_mean": float(np.mean(ages)),
+            "async/age_max": float(max(ages)),
+            "async/current_token_fraction": float(np.mean(of_tokens <= 0)) if len(of_tokens) else 0.0,
+        }
+
+    def drain(self, check: Callable[[], None], asked_to_end: Callable[[], bool]) -> None:
+        """Wait until no group runs, or the run is asked to end."""
+        while not asked_to_end() and not self._stage.run(self._is_drained()):
+            check()
+
+    async def _is_drained(self) -> bool:
+        self._refuse()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=POLL_S)
+        return not self._tasks and not (self.admission.capacity and not self._held)
+
+    def advance(self, weight_version: int) -> None:
+        """Note that the engines serve the next update's weights, as this version."""
+        self._stage.run(self._advance(weight_version))
+
+    async def _advance(self, weight_version: int) -> None:
+        self._versions[weight_version] = self.admission.version + 1
+        self._held = False
+        for number in self.admission.advance():
+            group = self._forget(number, "dropped")
+            if (task := self._tasks.get(number)) is not None:
+                task.cancel()
+            log.info("group %d of %s is too old and dropped", number, group.prompt.prompt_id)
+        self._changed.set()
+
+    def note_version(self, weight_version: int, updates: int) -> None:
+        """Note that the engines serve weights, as this version, which so many updates have changed since the last
+        `advance`."""
+        self._stage.run(self._note_version(weight_version, updates))
+
+    async def _note_version(self, weight_version: int, updates: int) -> None:
+        self._versions[weight_version] = self.admission.version + updates
+
+    def hold(self, held: bool) -> None:
+        """Set whether no group may begin; those that run go on."""
+        self._stage.run(self._hold(held))
+
+    async def _hold(self, held: bool) -> None:
+        self._held = held
+        self._changed.set()
+
+    def position(self) -> dict[str, Any]:
+        """Position in the data, from which the event loop takes the groups' prompts."""
+        return self._stage.run(self._position())
+
+    async def _position(self) -> dict[str, Any]:
+        return self._data.state()
+
+    def save(self, folder: Path) -> Mapping[str, FileDigest]:
+        """Write what a resumed run continues from, and return the files' checksums."""
+        state, groups, turns = self._stage.run(self._snapshot())
+        folder.mkdir(parents=True)
+        # In the driver's thread: thousands of trajectories would hold up the episodes for seconds.
+        write_groups(folder, groups)
+        (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
+        names = [GROUPS_FILE, STATE_FILE, *write_turns(folder, turns)]
+        return {name: file_digest(folder / name) for name in names}
+
+    async def _snapshot(self) -> tuple[dict[str, Any], list[Group], dict[str, Sequence[LoggedTurn]]]:
+        """The state, the groups with their ended trajectories, and the turns of the others, as they are now.
+
+        What ends or begins while workers are asked for their turns is ended or has none.
+        """
+        logs = await self._stage.turns()
+        state = {
+            "admission": self.admission.state(),
+            "versions": list(self._versions.items()),
+            "cursor": self._data.state(),
+            "left": list(self._left),
+            "counted": self._counted,
+        }
+        groups = [group.snapshot() for group in self._groups.values()]
+        left = [one for group in groups for one in group.left]
+        return state, groups, {one: logs[one] for one in left if one in logs}
+
+    def _restore(self, folder: Path) -> None:
+        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        self.admission.restore(state["admission"])
+        self._versions = dict(state["versions"])
+        self._data.restore(state["cursor"])
+        self._left, self._counted = state["left"], state["counted"]
+        self._groups = read_groups(folder, self._prompts)
+        for number in self.admission.refit():
+            group = self._forget(number, "dropped")
+            log.info("group %d of %s is too old for the recipe now and dropped", number, group.prompt.prompt_id)
+        ids = {trajectory_id for group in self._groups.values() for trajectory_id in group.ids}
+        self._saved_turns = {one: turns for one, turns in read_turns(folder).items() if one in ids}
+        count = sum(turn.num_tokens for turns in self._saved_turns.values() for turn in turns)
+        log.info("%d trajectories go on with %d tokens that they had", len(self._saved_turns), count)

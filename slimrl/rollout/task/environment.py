@@ -1,0 +1,138 @@
+"""The environment and the other code of a recipe's episodes, resolved before anything starts."""
+
+import inspect
+import os
+from functools import partial
+
+from slimrl.agent.chat.chat_format import CallName, ChatFormat, tool_results
+from slimrl.agent.compaction import SummaryRule
+from slimrl.agent.environment import MakeEnvironment
+from slimrl.agent.episode import EpisodeLoop, run_turns
+from slimrl.agent.gateway.agents import Agent, FunctionAgent
+from slimrl.agent.gateway.command_agent import CommandAgent
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tool_environment import ToolEnvironment
+from slimrl.agent.tools import ToolBox, tools_of
+from slimrl.config.gateway_rules import command_words
+from slimrl.config.import_path import parameters_of_type, resolve
+from slimrl.config.schema.agent import AgentConfig, CompactionConfig
+from slimrl.config.schema.recipe import Recipe
+
+METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "start": (("prompt",), ("seed", "scratch")),
+    "step": (("turn",), ()),
+    "close": ((), ()),
+}
+"""Arguments of each method of an environment, by place and by name."""
+
+
+def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> MakeEnvironment:
+    """Makes the environment of each trajectory: the recipe's own, or its tools.
+
+    Args:
+        sandbox: for the parameters of the environment that are annotated with SandboxPool.
+
+    Raises:
+        ValueError: there is no such class, it lacks a method, it does not take the recipe's arguments, or its `check`
+            refuses them.
+    """
+    agent = recipe.agent
+    if not agent.environment:
+        return partial(ToolEnvironment, tools, agent, recipe.rollout.tool_timeout_s)
+    make = resolve(agent.environment, classes=True)
+    if isinstance(make, type):
+        for name, (places, names) in METHODS.items():
+            method = getattr(make, name, None)
+            if not inspect.iscoroutinefunction(method):
+                raise ValueError(f"{agent.environment}: has no `async def {name}`, which an environment has")
+            try:
+                inspect.signature(method).bind(*_self(make, name), *places, **dict.fromkeys(names))
+            except TypeError as error:
+                said = ", ".join([*places, *(f"{one}=..." for one in names)])
+                raise ValueError(f"{agent.environment}: cannot be called as {name}({said}): {error}") from error
+    given = {**dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox), **agent.environment_args}
+    try:
+        inspect.signature(make).bind(**given)
+    except TypeError as error:
+        said = ", ".join(agent.environment_args) or "no arguments"
+        raise ValueError(f"{agent.environment}: cannot be made with {said}: {error}") from error
+    check = getattr(make, "check", None)
+    if check is not None:
+        try:
+            check(**agent.environment_args)
+        except ValueError as error:
+            raise ValueError(f"{agent.environment}: {error}") from error
+    return partial(make, **given)
+
+
+def _self(make: type, name: str) -> tuple[type, ...]:
+    """What stands for the instance among the arguments of a method that is looked at through its class."""
+    return () if isinstance(inspect.getattr_static(make, name), staticmethod | classmethod) else (make,)
+
+
+def load_subagents(agent: AgentConfig, sandbox: SandboxPool) -> dict[str, ToolBox]:
+    """The tools of each sub-agent.
+
+    Raises:
+        ValueError: names the sub-agent and the path that leads to no function fit for a tool.
+    """
+    found = {}
+    for name, settings in agent.subagents.items():
+        try:
+            found[name] = ToolBox(tools_of(settings.tools, agent.tool_args), sandbox)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found
+
+
+def load_episode_loop(path: str) -> EpisodeLoop:
+    """Raises ValueError: there is no such function, or it is not asynchronous with one argument."""
+    if not path:
+        return run_turns
+    function = resolve(path, arguments=("episode",))
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"{path}: is not `async def`, which an episode is")
+    return function
+
+
+def load_summary_rule(path: str) -> SummaryRule | None:
+    """The function of `agent.compaction.function`, None without a path; raises ValueError if there is no such function
+    of one argument."""
+    return resolve(path, arguments=("messages",)) if path else None
+
+
+def check_summary_request(compaction: CompactionConfig, chat: ChatFormat) -> None:
+    """Raises ValueError if the chat template does not let a user speak after an answer, or after a tool's."""
+    if compaction.at_tokens is None or compaction.function:
+        return
+    asked = {"role": "user", "content": compaction.prompt}
+    call = CallName(id="functions.f:0", name="f")
+    for end in chat.call_ends:
+        chat.join(end, [call], [*tool_results([call], ["a result"]), asked], None)
+    for end in chat.answer_ends:
+        chat.join(end, [], [asked], None)
+
+
+def load_agent(config: AgentConfig) -> Agent | None:
+    """The agent behind the gateway; None for a recipe without one.
+
+    Raises:
+        ValueError: there is no such function, or it does not take a data line and a connection.
+    """
+    if config.command:
+        program, *words = command_words(config.command)
+        return CommandAgent(
+            words=[_absolute(program) if "/" in program else program, *map(_absolute, words)],
+            host=config.gateway.host,
+            env=config.command_env,
+            sandbox=config.command_sandbox,
+        )
+    if config.function:
+        function = resolve(config.function, arguments=("line", "connection"))
+        return FunctionAgent(function=function, path=config.function)
+    return None
+
+
+def _absolute(word: str) -> str:
+    """The path of a file in full, since commands run in folders of their own; any other word as it is."""
+    return os.path.abspath(word) if os.path.isfile(word) else word
