@@ -11,7 +11,7 @@ from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, Parser, ToolCall
 from slimrl.agent.sandbox.interface import Language, Program, SandboxBusy, SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.agent.tools import EpisodeInfo, ToolError, tool
+from slimrl.agent.tools import EpisodeInfo, ToolBox, ToolError, tool
 from slimrl.algorithms.advantages import Group
 from slimrl.algorithms.loss_types import PolicyTokens, TokenLosses
 from slimrl.config.schema.agent import SandboxConfig
@@ -31,6 +31,7 @@ __all__ = [  # noqa: RUF022 - in the order of the page, by what they are for
     "tool",
     "ToolError",
     "EpisodeInfo",
+    "ToolBox",
     # Environments
     "Environment",
     "Observation",

@@ -174,7 +174,7 @@ def _check_call(path: str, target: Callable[..., Any], places: Sequence[str], ar
     is_ours = isinstance(method, FunctionType | staticmethod | classmethod)
     try:
         # Of an object whose __call__ is static, Python would leave out the first parameter.
-        signature = inspect.signature(target.__call__ if is_ours else target)
+        signature = inspect.signature(target.__call__ if is_ours else target)  # type: ignore[operator]
     except ValueError as error:
         if is_ours:
             raise ValueError(f"{path}: its __call__ has no parameter self") from error

@@ -18,7 +18,7 @@ MAX_SYMBOLIC_CHARACTERS = 300
 """A longer expression is not compared symbolically and counts as wrong."""
 
 MOST_WORDS = 50
-"""Of a label. The longest answers of published sets are lists of names, or a sentence."""
+"""Most words of a label; the longest answers of published sets are lists of names, or a sentence."""
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 """Neither a command of LaTeX nor letters of a formula"""
 

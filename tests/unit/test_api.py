@@ -20,6 +20,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 ON_INTERNALS = {"docs/adding_a_model.md": "a family of models is a file and a row inside slimrl"}
 """Pages whose Python becomes a part of slimrl -> why"""
+READY_MADE = {"slimrl.rewards.math"}
+"""Modules whose import paths recipes name, and which are stable too"""
 OWN_PROCESSES = {"slimrl/agent/sandbox/bwrap.py": "starts slimrl's own interpreter of the sandbox"}
 """Files of slimrl that hold Python as text which no user copies -> what for"""
 
@@ -57,7 +59,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 def imported_by_page(page: Path) -> set[str]:
     return {
         name for language, text in blocks(page) for name in (imports(text) if language == "python" else mentioned(text))
-    }
+    } - READY_MADE
 
 
 def texts_of(path: Path) -> Iterator[str]:

@@ -209,7 +209,7 @@ def test_escaped_openings_within_lists_and_mappings_are_kept_by_the_resolved_yam
     ("key", "meant"),
     [
         ("trainer.max_token", "trainer.max_tokens_per_rank"),
-        ("max_tokens", "sft.max_tokens"),
+        ("max_tokens", "rollout.sampling.max_new_tokens (of a turn; of an example, sft.max_tokens)"),
         ("rollout.precision", "trainer.precision"),
         ("rolout.num_engine", "rollout.num_engines"),
         ("extend", "extends"),
