@@ -16,6 +16,7 @@ INTEGRATION = {
     "megatron_patches": ["test_trainer.py", "test_layouts.py"],
     "slimrl.agent": ["test_sandboxes.py", "test_rollout.py", "test_run_quickstart.py"],
     "slimrl.algorithms": ["test_update_scale.py", "test_trainer.py", "test_run_quickstart.py"],
+    "slimrl.api": ["test_run_quickstart.py"],
     "slimrl.base": ["test_trainer.py", "test_rollout.py", "test_run_quickstart.py"],
     "slimrl.checkpoints": ["test_weights.py", "test_torch_dist.py", "test_convert.py", "test_resync_folders.py"],
     "slimrl.cli": ["test_run_quickstart.py", "test_plan.py"],
