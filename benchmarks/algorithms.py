@@ -115,17 +115,22 @@ class Bench:
         if results is not None and results.is_file():
             self.results = json.loads(results.read_text())["results"]
 
-    def prepare(self, sft_updates: int, problems: int) -> None:
-        """Models and data, unless they are there."""
+    def prepare(self, sft_updates: int, problems: int, chosen: Sequence[str]) -> None:
+        """Write the data, and the models that the chosen cases start from, unless they are there."""
+        teachers = {self.cases[name].teacher for name in chosen} - {""}
+        models = {self.cases[name].model for name in teachers.union(chosen)}
         data = self.folder / "data"
         if not data.is_dir():
             counts = ["--num-heldout", str(problems), "--num-conversations", "12000"]
             _tools("calculator-data", str(data), *counts)
-        self._start("start", sft_updates, hidden=128, layers=3)
-        self._start("start_small", sft_updates, hidden=64, layers=2)
-        # Keys and values of 128 rows, whole tiles of block FP8.
-        self._start("start_tiles", sft_updates, hidden=128, layers=3, kv_heads=4)
-        if not (self.folder / "start_fp8").is_dir():
+        if "start" in models:
+            self._start("start", sft_updates, hidden=128, layers=3)
+        if "start_small" in models:
+            self._start("start_small", sft_updates, hidden=64, layers=2)
+        if models & {"start_tiles", "start_fp8"}:
+            # Keys and values of 128 rows, whole tiles of block FP8.
+            self._start("start_tiles", sft_updates, hidden=128, layers=3, kv_heads=4)
+        if "start_fp8" in models and not (self.folder / "start_fp8").is_dir():
             _tools("quantize", str(self.folder / "start_tiles"), str(self.folder / "start_fp8"))
 
     def _start(self, name: str, sft_updates: int, *, hidden: int, layers: int, kv_heads: int = 2) -> None:
@@ -296,8 +301,9 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
     bench = Bench(options.folder, options.json, options.steps, options.settings, CASES)
-    bench.prepare(options.sft_updates, options.problems)
-    bench.measure_all(options.case or list(CASES), options.seeds, options.parallel)
+    chosen = options.case or list(CASES)
+    bench.prepare(options.sft_updates, options.problems, chosen)
+    bench.measure_all(chosen, options.seeds, options.parallel)
     print_table(bench.results)
     if options.plot is not None:
         draw(bench.results, options.plot, CASES)

@@ -67,8 +67,9 @@ def main() -> None:
     # Runs import the slow tool from this folder.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     bench = Bench(options.folder, options.json, options.steps, options.settings, CASES)
-    bench.prepare(options.sft_updates, options.problems)
-    bench.measure_all(options.case or list(CASES), options.seeds, parallel=1)
+    chosen = options.case or list(CASES)
+    bench.prepare(options.sft_updates, options.problems, chosen)
+    bench.measure_all(chosen, options.seeds, parallel=1)
     print_table(bench)
     if options.plot is not None:
         draw(bench.results, options.plot, CASES)

@@ -53,10 +53,10 @@ class Ranks:
     def pid(self, rank: int) -> int:
         return os.getpid()
 
-    def rendezvous(self, rank: int) -> tuple[str, int]:
-        return "127.0.0.1", 1
+    def rendezvous(self, rank: int, on_one_node: bool) -> str:
+        return "file:///nowhere"
 
-    def start(self, rank: int, address: str, port: int) -> Layout:
+    def start(self, rank: int, address: str) -> Layout:
         return layout_of(rank, self._num_ranks)
 
     def put_batches(self, rank: int, updates: list[list[MicroBatch]]) -> None:
