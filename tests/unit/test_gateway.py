@@ -26,6 +26,7 @@ from gateway_agents import (
 
 from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.chat.template import ChatTemplate
+from slimrl.agent.gateway import chat_completions
 from slimrl.agent.gateway.agents import FunctionAgent
 from slimrl.agent.gateway.connection import Connection
 from slimrl.config.schema.agent import HistoryMode, SkipConfig
@@ -392,6 +393,25 @@ async def test_turns_and_tokens_are_budgets_of_the_trajectory(limit: dict[str, i
     trajectory, _ = await asked(ScriptedEngine([ANSWER] * 3), act, **limit)
     assert (trajectory.status, trajectory.metadata["num_turns"]) == (Status.truncated, 2), trajectory.metadata
     assert max(map(len, trajectory.segments)) <= 70
+
+
+async def test_turns_that_their_client_was_gone_for_are_not_counted(monkeypatch: pytest.MonkeyPatch):
+    written = chat_completions.answer
+
+    def gone(*_: Any) -> Any:
+        monkeypatch.setattr(chat_completions, "answer", written)
+        raise ConnectionResetError("the client is gone")
+
+    async def act(post: Post) -> None:
+        monkeypatch.setattr(chat_completions, "answer", gone)
+        assert (await post(messages=[QUESTION], n=2)).status_code == 500
+        said = await chat(post, QUESTION)
+        await chat(post, QUESTION, said, NEXT)
+        assert (await post(messages=[NEXT])).json()["error"]["code"] == "max_turns_exceeded"
+
+    trajectory, _ = await asked(ScriptedEngine([ANSWER] * 4), act, max_turns=2)
+    assert trajectory.metadata["num_turns"] == 2
+    assert trajectory.metadata["gateway"]["abandoned"] == 1
 
 
 async def test_a_turn_that_runs_out_of_tokens_truncates_the_trajectory():
