@@ -1,4 +1,4 @@
-"""Parts of the sandbox that start no process: admission, why a run ended, the filter of system calls, settings."""
+"""Parts of the sandbox: admission, why a run ended, the filter of system calls, settings, limits of a command."""
 
 import asyncio
 import errno
@@ -20,6 +20,7 @@ from slimrl.agent.sandbox.inside.processes import share_memory
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxBusy
 from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.sandbox.process import Command, run_command
 from slimrl.agent.sandbox.tools import answer
 from slimrl.agent.tools import make_tool
 from slimrl.config.import_path import resolve
@@ -184,6 +185,26 @@ async def test_a_session_holds_its_place_until_it_is_closed():
     await first.close()
     await first.close()
     await pool.session()
+
+
+@pytest.mark.parametrize(
+    ("command", "limits", "ended"),
+    [
+        (["yes"], {"output_bytes": 100}, Ended.output),
+        (["sleep", "60"], {"wall_s": 0.1}, Ended.timeout),
+        (["true"], {}, Ended.ok),
+    ],
+)
+async def test_what_a_command_started_elsewhere_is_stopped_only_at_a_limit(command, limits, ended):
+    stopped = []
+
+    async def stop() -> None:
+        stopped.append(ended)
+
+    result = await run_command(Command(argv=command), SandboxLimits(**limits), stop)
+    assert result.ended is ended
+    assert stopped == ([] if ended is Ended.ok else [ended])
+    assert result.exit_status == (0 if ended is Ended.ok else None)
 
 
 @pytest.mark.parametrize(
