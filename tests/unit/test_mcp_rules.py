@@ -1,24 +1,32 @@
-"""The section `agent.mcp`, before anything starts; and the text of a tool's answer."""
+"""The section `agent.mcp`, before anything starts; the text of a tool's answer; and calls that meet a lost server."""
 
 import importlib.util
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from mcp import ClientSession, McpError
+from mcp.shared.memory import create_client_server_memory_streams
 from mcp.types import (
+    CONNECTION_CLOSED,
     AudioContent,
     BlobResourceContents,
     CallToolResult,
     EmbeddedResource,
+    ErrorData,
+    ListToolsResult,
     ResourceLink,
     TextContent,
     TextResourceContents,
 )
 
+from slimrl.agent.mcp import connection
 from slimrl.agent.mcp.result_text import result_text
 from slimrl.agent.tools import ToolError
 from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
+from slimrl.config.schema.agent import McpServerConfig
 from slimrl.config.show import resolved_dict
 
 TOY = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
@@ -98,3 +106,34 @@ def test_the_text_of_an_answer():
         result_text(CallToolResult(content=[sound]))
     with pytest.raises(ToolError, match=r"^one$"):
         result_text(CallToolResult(content=[text], isError=True))
+
+
+@pytest.mark.parametrize(("code", "taken"), [(CONNECTION_CLOSED, True), (connection.SESSION_TERMINATED, False)])
+async def test_a_server_may_have_taken_a_call_during_which_it_ended_and_none_of_an_unknown_session(
+    code, taken, monkeypatch
+):
+    class Lost(ClientSession):
+        async def initialize(self):
+            pass
+
+        async def list_tools(self):
+            return ListToolsResult(tools=[])
+
+        async def call_tool(self, tool, arguments):
+            raise McpError(ErrorData(code=code, message="gone"))
+
+    @asynccontextmanager
+    async def streams(*_):
+        async with create_client_server_memory_streams() as (client, _):
+            yield client
+
+    monkeypatch.setattr(connection, "ClientSession", Lost)
+    monkeypatch.setattr(connection, "stdio_client", streams)
+    opened = connection.Connection("mine", McpServerConfig(command=["x"]))
+    try:
+        await opened.open(10.0)
+        with pytest.raises(connection.ConnectionLost, match="MCP server mine ended") as lost:
+            await opened.call("tool", {})
+    finally:
+        await opened.close(10.0)
+    assert lost.value.taken is taken
