@@ -77,6 +77,13 @@ def test_an_answer_is_not_right_for_two_labels_that_differ():
         assert all(is_same(wanted, paid[0][1]) for _, wanted in paid), (answer, paid)
 
 
+@pytest.mark.parametrize("answer", [r"5 \text{ meters}", r"5 \text{ m}", r"5 \text{ cubic meters}"])
+def test_a_length_or_a_volume_is_no_area_in_words(answer):
+    asked_for = r"5 \text{ square meters}"
+    assert boxed_exact(said(f"\\boxed{{{answer}}}"), asked(asked_for)) == 0.0
+    assert boxed_exact(said(r"\boxed{5 \text{ m}^2}"), asked(asked_for)) == 1.0
+
+
 LONG = 4000
 HOSTILE = [
     "5" + "%" * LONG, r"\$" * LONG + "5", "5" + r"\text{cm}" * 100, "(" * LONG, ")" * LONG, "{" * LONG,
