@@ -1,4 +1,4 @@
-"""Answers of a judge that are no verdict, and its URL."""
+"""Answers of a judge that are no verdict, its URL, and verdicts that are kept in a file."""
 
 import pytest
 
@@ -14,10 +14,8 @@ JUDGE = {"model": "judge", "rubric": "It is short."}
 class Endpoint:
     """Gives one answer."""
 
-    url = "http://127.0.0.1:9/v1"
-
-    def __init__(self, choice):
-        self._answer = {"choices": [choice]}
+    def __init__(self, choice, url="http://127.0.0.1:9/v1"):
+        self._answer, self.url = {"choices": [choice]}, url
 
     async def start(self):
         pass
@@ -63,3 +61,14 @@ def test_a_url_with_the_path_that_is_added_is_refused_with_the_one_to_write(made
     with pytest.raises(ValueError, match=rf"^url: {url} ends with {path}, which .* Write http://127\.0\.0\.1:9/v1$"):
         made(url=url, **given)
     made(url="http://127.0.0.1:9/v1/", **given)
+
+
+async def test_runs_that_share_a_file_of_verdicts_do_not_get_those_of_another_server(tmp_path):
+    given = []
+    for host, said in [("a", "SCORE: 7"), ("b", "SCORE: 3"), ("a", "SCORE: 5")]:
+        endpoint = Endpoint({"message": {"content": said}, "finish_reason": "stop"}, url=f"http://{host}/v1")
+        judges = Judges(endpoint, model="judge", options={}, cache=str(tmp_path / "verdicts.sqlite"))
+        await judges.start("Which score?", score_form(10))
+        given.append(await judges.verdict("Is it short?", score_form(10)))
+        await judges.close()
+    assert given == [7.0, 3.0, 7.0]
