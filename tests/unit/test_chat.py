@@ -173,6 +173,18 @@ def test_a_template_that_writes_no_stop_token_has_no_example():
         chat_of(tokenizer).training_sequences([USER, FINAL], [])
 
 
+@pytest.mark.parametrize("stops", [("<|im_end|>", "<|endoftext|>"), ("<|endoftext|>", "<|im_end|>")])
+def test_a_turn_is_learned_up_to_the_first_token_that_ends_it_in_whatever_order_they_are_listed(stops):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% else %}<|endoftext|>{% endif %}"
+    )
+    ((tokens, mask),) = chat_of(tokenizer, stops).training_sequences([USER, FINAL], None)
+    learned = [token for token, bit in zip(tokens, mask, strict=True) if bit]
+    assert tokenizer.decode(learned) == f"{FINAL['content']}<|im_end|>"
+
+
 def test_a_template_that_writes_earlier_turns_differently_gives_a_sequence_of_each_turn(tokenizer):
     """As those that drop thinking do: here a star marks the last answer alone."""
     starred = build_tokenizer()
