@@ -331,6 +331,15 @@ def test_a_tokenizer_with_a_template_for_tools_writes_calls_where_there_are_tool
     assert 'calculator{"expression": "12 * 34"}' in learned(chat, SHOWN_BY_THE_PAGE, [CALCULATOR])
 
 
+def test_what_is_lost_without_tools_alone_is_found_after_the_same_conversation_with_tools():
+    """The words stand in the arguments too, so that the turn's text alone does not show it."""
+    chat = chat_of(template(words="{% if tools or not m.tool_calls %}{{ m.content }}{% endif %}"))
+    row = [USER, calling(content="12"), RESULT, ANSWER]
+    assert learned(chat, row, [CALCULATOR]).startswith("12<tool_call>")
+    with pytest.raises(ValueError, match=r"^messages\[1\]: .* leaves out its words\."):
+        chat.training_sequences(row, None)
+
+
 @pytest.mark.parametrize(
     "shows",
     [
