@@ -72,7 +72,8 @@ CLIENTS = {
         package="@qwen-code/qwen-code",
         told="`qwen -p TASK --yolo --auth-type openai`, `OPENAI_MODEL`",
         tool="run_shell_command",
-        arguments={"command": SHELL, "is_background": False},
+        # Of a command that ends at once it loses the output on a busy machine.
+        arguments={"command": f"{SHELL}; sleep 1", "is_background": False},
         env={"OPENAI_MODEL": "policy"},
     ),
     "Claude Code": Client(
