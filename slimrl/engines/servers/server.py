@@ -97,7 +97,7 @@ def engine_arguments(
         linear_attention: the model has gated delta nets.
         part: of an engine on several nodes.
         deterministic: results of a request depend on its seed alone, whatever shares its batch. On a CPU each request
-            is sampled so in any case (sglang_plugin/cpu).
+            is sampled so in any case (slimrl/engines/plugin/cpu).
         trust_remote_code: run the code that the model brings along.
 
     Raises:
