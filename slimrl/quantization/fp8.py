@@ -169,6 +169,8 @@ def quantize_batch(weight_BMN: Tensor, block: TileShape, out: tuple[Tensor, Tens
     band_rows = _band_rows(rows, columns, block[0], device)
     at_once = max(1, _band_budget(device) // max(1, 4 * rows * columns))
     buffer = torch.empty(min(at_once, number) * band_rows * columns, dtype=torch.float32, device=device)
+    # A GPU divides by a Python number by multiplying with its rounded reciprocal, which gives other bits.
+    fp8_max = torch.full((), FP8_MAX, dtype=torch.float32, device=device)
     for start in range(0, number, at_once):
         some = slice(start, min(start + at_once, number))
         for tiles, band in _bands(rows, columns, block[0], device):
@@ -177,7 +179,7 @@ def quantize_batch(weight_BMN: Tensor, block: TileShape, out: tuple[Tensor, Tens
             band_bmN = buffer[: prod(shape)].view(shape).copy_(weight_BMN[some, band])
             band_tmN = band_bmN.view(-1, height, columns)
             absmax_tN = torch.maximum(band_tmN.amax(1), band_tmN.amin(1).neg_())
-            scale_tC = _column_tiles(absmax_tN, block[1]).clamp_(min=MIN_ABSMAX).div_(FP8_MAX)
+            scale_tC = _column_tiles(absmax_tN, block[1]).clamp_(min=MIN_ABSMAX).div_(fp8_max)
             scale_BRC[some, tiles] = scale_tC.view(shape[0], -1, scale_tC.shape[1])
             band_tmN.div_(scale_tC.repeat_interleave(block[1], dim=1)[:, None, :columns])
             quantized_BMN[some, band].copy_(band_bmN)

@@ -10,6 +10,7 @@ import torch
 from groups import leave_groups, take_apart
 from megatron.core import dist_checkpointing
 
+from slimrl import device
 from slimrl.algorithms.objective import LossSums, cross_entropy, loss_function
 from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.config.schema.precision import Precision
@@ -178,8 +179,12 @@ def gradient_bytes(run: Run) -> int:
 
 
 def optimizer_bytes(run: Run) -> int:
-    """Bytes of the optimizer's tensors that the model does not share; a float32 one's main weights are the model's."""
-    storages = [tensor.untyped_storage() for tensor in run.optimizer.tensors()]
+    """Device memory of the optimizer's tensors that the model does not share, as float32 training's main weights are.
+
+    The numbers of updates that torch's Adam keeps for each parameter are on the host.
+    """
+    tensors = [tensor for tensor in run.optimizer.tensors() if tensor.device.type == device.device_type()]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return sum(storage.nbytes() for storage in storages if storage._cdata not in weight_storages(run))
 
 

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from trainer_cases import trainer_config as packed_trainer_config
 from transformers import AutoModelForCausalLM
 from weight_cases import TIMEOUT_S, change_layout, loaded_chunks, packed_logits, round_trip
 
+from slimrl import device
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.trainer.build import unwrap
@@ -33,13 +35,15 @@ RELATIVE_RMS = {Precision.fp32: 0.01, Precision.bf16: 0.05}
 """RMS of a token's logit differences over that of its logits, the median of all tokens: in bf16 some tokens go to
 other experts. Transformer Engine multiplies float32 with 10 bits behind the leading one. Unrelated models give 1.4."""
 
-LEAST_COSINE = {Precision.fp32: 0.999, Precision.bf16: 0.95}
-"""Between all gradients of an update and those of a CPU in float32"""
+COSINE_LOSS = {Precision.fp32: 0.001, Precision.bf16: 0.02}
+"""Cosine between all gradients of an update and those of a CPU in float32: how much further than those of a CPU in the
+same precision. An H200 gave 0.664 for the small Qwen3-Next in bf16, whose gradients are chaotic, and a CPU too."""
 
 LOSS_RELATIVE = {Precision.fp32: 1e-3, Precision.bf16: 0.02}
 
-MAX_SYNCHRONISATIONS = 6
-"""The most synchronisations of host and device in an MoE layer on one micro-batch, forward and backward together."""
+MAX_SYNCHRONISATIONS = 6 if device.has_transformer_engine() else 12
+"""The most synchronisations of host and device in an MoE layer on one micro-batch, forward and backward together.
+Without Transformer Engine lengths of sequences and numbers of tokens are read on the host: 10.75 on an H200."""
 
 FEW = ("qwen2_tied", "deepseek_v3")
 """Families that stand for the others on a CPU, whose own tests have all of them."""
@@ -81,8 +85,8 @@ class Update:
     loss: float
     gradients: np.ndarray
     loss_after: float
-    synchronisations: float
-    """For a micro-batch of the second update; none is counted on a CPU"""
+    synchronisations: Counter[str]
+    """How many there were for a micro-batch of the second update by file and line; none is counted on a CPU"""
 
 
 def update_all(rank, num_ranks, port, paths, precisions) -> list[Update]:
@@ -113,10 +117,11 @@ def update(path: Path, precision: Precision) -> Update:
         return result.sums["loss"] / result.sums["tokens"]
 
     loss = train()
-    gradients = [parameter.main_grad.float().flatten().cpu() for parameter in unwrap(chunks[0]).parameters()]
+    gradients = torch.cat([parameter.main_grad.float().flatten().cpu() for parameter in unwrap(chunks[0]).parameters()])
     with counted_synchronisations() as count:
         loss_after = train()
-    return Update(loss, torch.cat(gradients).numpy(), loss_after, len(count) / len(batches))
+    places = Counter(f"{'/'.join(Path(found.filename).parts[-2:])}:{found.lineno}" for found in count)
+    return Update(loss, gradients.numpy(), loss_after, Counter({at: n / len(batches) for at, n in places.items()}))
 
 
 @contextmanager
@@ -142,20 +147,25 @@ def test_an_update_is_that_of_a_cpu_in_float32(tmp_path, figure, monkeypatch):
     (found,) = run_ranks(update_all, 1, paths, precisions, timeout_s=200)
     # The children of this process alone see no GPU.
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
-    (expected,) = run_ranks(update_all, 1, paths, [Precision.fp32], timeout_s=200)
-    cosines: dict[Precision, list[float]] = {precision: [] for precision in precisions}
-    for index, result in enumerate(found):
+    (expected,) = run_ranks(update_all, 1, paths, precisions, timeout_s=200)
+    references = expected[precisions.index(Precision.fp32) :: len(precisions)]
+    lost: dict[Precision, dict[str, float]] = {precision: {} for precision in precisions}
+    for index, (result, of_cpu) in enumerate(zip(found, expected, strict=True)):
         which, precision = divmod(index, len(precisions))
-        precision, reference = precisions[precision], expected[which]
+        precision, reference, name = precisions[precision], references[which], paths[which].name
         for one, other in ((result.loss, reference.loss), (result.loss_after, reference.loss_after)):
-            assert one == pytest.approx(other, rel=LOSS_RELATIVE[precision]), (paths[which].name, precision)
-        cosine = np.dot(result.gradients, reference.gradients) / (
-            np.linalg.norm(result.gradients) * np.linalg.norm(reference.gradients)
+            assert one == pytest.approx(other, rel=LOSS_RELATIVE[precision]), (name, precision)
+        lost[precision][name] = cosine(of_cpu.gradients, reference.gradients) - cosine(
+            result.gradients, reference.gradients
         )
-        cosines[precision].append(float(cosine))
-    for precision, values in cosines.items():
-        figure(f"{precision.value}: cosine of the gradients at least {min(values):.5f}")
-        assert min(values) > LEAST_COSINE[precision], values
+    for precision, by_name in lost.items():
+        worst = max(by_name, key=by_name.__getitem__)
+        figure(f"{precision.value}: cosine of the gradients at most {by_name[worst]:.5f} below a CPU's ({worst})")
+        assert by_name[worst] < COSINE_LOSS[precision], by_name
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.dot(one, other) / (np.linalg.norm(one) * np.linalg.norm(other)))
 
 
 @pytest.mark.proves("the host queues layers ahead of the device")
@@ -168,8 +178,7 @@ def test_a_layer_makes_the_host_wait_only_a_few_times(tmp_path, figure):
     ]
     (found,) = run_ranks(update_all, 1, paths, [Precision.bf16], timeout_s=200)
     for path, few, many in zip(paths[::2], found[::2], found[1::2], strict=True):
-        per_layer = (many.synchronisations - few.synchronisations) / (sizes[1] - sizes[0])
-        figure(
-            f"{path.name.rpartition('-')[0]}: {per_layer:g} a layer, {few.synchronisations:g} with {sizes[0]} layers"
-        )
-        assert per_layer <= MAX_SYNCHRONISATIONS, path.name
+        more = {at: (n - few.synchronisations[at]) / (sizes[1] - sizes[0]) for at, n in many.synchronisations.items()}
+        per_layer, all_few = sum(more.values()), few.synchronisations.total()
+        figure(f"{path.name.rpartition('-')[0]}: {per_layer:g} a layer, {all_few:g} with {sizes[0]} layers")
+        assert per_layer <= MAX_SYNCHRONISATIONS, (path.name, more)

@@ -49,7 +49,7 @@ def release_and_restore(rank, num_ranks, port, sizes):
         begin = time.perf_counter()
         offload.release(MemoryPart)
         released = time.perf_counter()
-        assert weight_bytes(run) == optimizer_bytes(run) == gradient_bytes(run) == 0
+        assert (weight_bytes(run), optimizer_bytes(run), gradient_bytes(run)) == (0, 0, 0)
         assert not on_gpu() or torch.cuda.memory_reserved() < SLACK_BYTES
         grown = resident_bytes() - resident
         again = time.perf_counter()
