@@ -1,7 +1,7 @@
 """What tasks import: the names that tools, environments, rewards, agents, parsers, losses and advantages are made of.
 
 These names are stable. All others of slimrl may change with any version, but for the import paths of ready-made tools,
-environments and rewards, which recipes name (`slimrl.rewards.math:boxed_exact`). docs/tasks.md lists the names.
+environments and rewards, which recipes name (`slimrl.rewards.math:boxed_exact`). docs/new_task.md lists the names.
 Neither torch nor ray, megatron or sglang is imported with them. Nothing in slimrl imports this module.
 """
 

@@ -555,12 +555,12 @@ PAIRS: dict[str, list[tuple[str | int | float, str, bool]]] = {
 
 def table() -> str:
     """The kinds as a table in Markdown: the rule, an answer that is right and one that is wrong."""
-    lines = ["| kind | right if | for example | but not | pairs |", "|---|---|---|---|---|"]
+    lines = ["| kind | right if | for example | but not |", "|---|---|---|---|"]
     for kind, pairs in PAIRS.items():
         judged = [pair for pair in pairs if pair[:2] not in KNOWN_WRONG]
         right = next(
             (f"`{answer}` for `{label}`" for label, answer, is_right in judged if is_right and answer != str(label)), ""
         )
         wrong = next((f"`{answer}` for `{label}`" for label, answer, is_right in judged if not is_right and answer), "")
-        lines.append(f"| {kind} | {RULES[kind]} | {right} | {wrong} | {len(pairs)} |")
+        lines.append(f"| {kind} | {RULES[kind]} | {right} | {wrong} |")
     return "\n".join(lines)

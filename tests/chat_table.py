@@ -37,7 +37,12 @@ def tables() -> list[list[str]]:
 
 
 def _table(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *lines)]
+    """Models with the same cells share a line."""
+    models: dict[tuple[str, ...], list[str]] = {}
+    for model, *cells in lines:
+        models.setdefault(tuple(cells), []).append(model)
+    joined = [("<br>".join(names), *cells) for cells, names in models.items()]
+    return [f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *joined)]
 
 
 def _formats(key: str) -> tuple[str, ...]:

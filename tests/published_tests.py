@@ -620,13 +620,4 @@ _verl(
 )
 
 
-def table() -> list[str]:
-    """The table of docs/code_tests.md: what each program is paid, with credit `all`."""
-    lines = ["| row of | that shows | right | wrong | idle |", "|---|---|---|---|---|"]
-    return [*lines, *(f"| {item.source} | {item.form} | {RIGHT:g} | {WRONG:g} | {IDLE:g} |" for item in ITEMS)]
-
-
 RIGHT, WRONG, IDLE = 1.0, 0.0, 0.0
-
-if __name__ == "__main__":
-    print("\n".join(table()))

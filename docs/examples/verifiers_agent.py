@@ -1,6 +1,6 @@
 """An agent for the gateway that plays one task of an environment of the `verifiers` library (0.4).
 
-It runs where verifiers is installed, and does not import slimrl (docs/adapters.md):
+It runs where verifiers is installed, and does not import slimrl (docs/agents.md#verifiers):
 
     python verifiers_agent.py ENV --prompts > prompts.jsonl    # a line for each task
     python verifiers_agent.py ENV < line                       # plays it, and posts its reward

@@ -1,4 +1,4 @@
-"""Reward for a program of the policy that passes the tests of its prompt, run in the sandbox (docs/sandbox.md).
+"""Reward for a program of the policy that passes the tests of its prompt, run in the sandbox (docs/gateway.md#sandbox).
 
 The tests are the prompt's label, or a key of its metadata, in the forms of code_tests.py:
 

@@ -165,7 +165,7 @@ def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
 
 def test_the_pages_recipe_makes_its_environment(tmp_path, monkeypatch):
     root = Path(__file__).parents[2]
-    block = (root / "docs" / "adapters.md").read_text().split("`lake.yaml`")[1].split("```yaml\n")[1].split("```")[0]
+    block = (root / "docs" / "agents.md").read_text().split("`lake.yaml`")[1].split("```yaml\n")[1].split("```")[0]
     (tmp_path / "lake.yaml").write_text(block)
     (tmp_path / "recipes").symlink_to(root / "recipes")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""docs/new_task.md, followed word for word: its files are written, its commands run, and the policy learns the game."""
+"""The game of docs/new_task.md, word for word: its files are written, its commands run, and the policy learns it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ COMMAND_S = 600.0
 
 
 def files_and_commands(page: str) -> tuple[dict[str, str], list[str]]:
-    """The blocks of the page: those with a language are files, named last before the block; others are commands."""
+    """The blocks of a section: those with a language are files, named last before the block; others are commands."""
     text, *rest = re.split(r"```(.*)\n", page)
     files, commands = {}, []
     for place in range(0, len(rest), 4):
@@ -34,7 +34,8 @@ def files_and_commands(page: str) -> tuple[dict[str, str], list[str]]:
 
 
 def test_the_page_leads_from_nothing_to_a_curve_that_rises(tmp_path: Path):
-    files, commands = files_and_commands((ROOT / "docs/new_task.md").read_text())
+    game = (ROOT / "docs/new_task.md").read_text().partition("\n## A game")[2].partition("\n## ")[0]
+    files, commands = files_and_commands(game)
     assert list(files) == ["sticks.py", "make_data.py", "sticks.yaml"]
     for name, content in files.items():
         (tmp_path / name).write_text(content)

@@ -110,7 +110,7 @@ def test_every_name_has_a_docstring(name):
 
 
 def test_the_page_lists_every_name_with_its_first_line():
-    section = (DOCS / "tasks.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
+    section = (DOCS / "new_task.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
     assert section.partition("\n| ")[1] + section.partition("\n| ")[2] == "\n" + table(), f"it should be:\n{table()}"
 
 
@@ -119,7 +119,7 @@ def test_every_name_is_used_or_described_beside_the_list(name):
     described = re.compile(rf"`{name}\b")
     for page in PAGES:
         text = page.read_text()
-        if page.name == "tasks.md":
+        if page.name == "new_task.md":
             before, _, after = text.partition(SECTION)
             text = before + (re.split("(?m)^## ", after, maxsplit=1)[1:] or [""])[0]
         python = "\n".join(block for language, block in blocks(page) if language == "python")

@@ -1,4 +1,4 @@
-"""The environment and the episode of docs/environments.md, made of the page's own blocks."""
+"""The environment and the episode of docs/agents.md, made of the page's own blocks."""
 
 import asyncio
 import re
@@ -26,12 +26,19 @@ ROOT = Path(__file__).parents[2]
 POOL = SandboxPool(SandboxConfig())
 
 
+def blocks_of(title: str) -> list[str]:
+    """Python and YAML in a section of the page."""
+    section = (ROOT / "docs/agents.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```(?:python|yaml)\n(.*?)```", section, re.DOTALL)
+
+
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The working directory of the page's reader."""
-    game, recipe, rule, subagents, episode = re.findall(
-        r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.S
-    )
+    game, recipe = blocks_of("Environments")
+    (rule,) = blocks_of("Long contexts")
+    (subagents,) = blocks_of("Sub-agents")
+    (episode,) = blocks_of("An episode of one's own")
     (tmp_path / "guess.py").write_text(game)
     (tmp_path / "guess.yaml").write_text(recipe)
     (tmp_path / "own_loop.py").write_text(episode)

@@ -1,4 +1,4 @@
-"""The task of docs/tasks.md, made of the page's own blocks."""
+"""The task with tools of docs/new_task.md, made of the page's own blocks, and what other pages add to it."""
 
 import importlib.util
 import json
@@ -17,13 +17,14 @@ from slimrl.data.prompts import read_conversations, read_prompts
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "tasks.md"
+DOCS = ROOT / "docs"
 
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the page's files; the text before a block names its file first."""
-    text, *rest = re.split(r"```.*\n", PAGE.read_text())
+    section = (DOCS / "new_task.md").read_text().partition("## A task with tools")[2].partition("\n## ")[0]
+    text, *rest = re.split(r"```.*\n", section)
     names = []
     for block, after in zip(rest[::2], rest[1::2], strict=True):
         if found := re.search(r"`(clock\w*\.\w+)`", text):
@@ -91,7 +92,8 @@ def test_its_reward_pays_for_what_the_model_answers_at_the_end_alone(clock: Modu
 
 
 def test_its_rewards_of_turns_are_one_for_each(clock: ModuleType):
-    (block,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "Score(" in code]
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
+    (block,) = [code for code in blocks if "Score(" in code]
     exec(block, vars(clock))
     asked = [{"role": "user", "content": "q"}]
     trajectory = Trajectory(
@@ -120,7 +122,7 @@ def test_the_schemas_of_its_tools_are_what_conversations_may_have(
     """The snippet of docs/data_formats.md."""
     monkeypatch.syspath_prepend(str(task))
     monkeypatch.delitem(sys.modules, "clock", raising=False)
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data_formats.md").read_text(), re.DOTALL)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / "data_formats.md").read_text(), re.DOTALL)
     exec(snippet, {})
     tools = json.loads(capsys.readouterr().out)
     assert [(tool["function"]["name"], [*tool["function"]["parameters"]["properties"]]) for tool in tools] == [

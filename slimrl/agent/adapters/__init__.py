@@ -1,1 +1,1 @@
-"""Environments of other libraries as environments of slimrl (docs/adapters.md)."""
+"""Environments of other libraries as environments of slimrl (docs/agents.md)."""

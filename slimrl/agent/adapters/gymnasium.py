@@ -1,4 +1,4 @@
-"""Environments of Gymnasium whose actions are words or numbers (docs/adapters.md).
+"""Environments of Gymnasium whose actions are words or numbers (docs/agents.md#gymnasium).
 
 Their observations become text, the policy's answers become actions. Gymnasium is synchronous, so each call of it runs
 in a thread.

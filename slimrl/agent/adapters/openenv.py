@@ -1,4 +1,4 @@
-"""Environments behind a server of OpenEnv, through its WebSocket protocol (docs/adapters.md).
+"""Environments behind a server of OpenEnv, through its WebSocket protocol (docs/agents.md#openenv).
 
 A connection is a session with an environment of its own. Each message to the server is `{"type": "reset" | "step",
 "data": {...}}`; it answers with an observation, a reward and whether the episode is done, or with an error.

@@ -1,6 +1,6 @@
 """The default sandbox: forks of a warm interpreter in namespaces of their own.
 
-The interpreter starts with the first run, and again if it has ended. docs/sandbox.md says what isolates a run.
+The interpreter starts with the first run, and again if it has ended. docs/gateway.md#sandbox says what isolates a run.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 logger = logging.getLogger(__name__)
 WARNING = (
     "The subprocess sandbox isolates nothing: code that the policy writes runs as this user, with its files, its "
-    "network and its rewards. Use the bubblewrap backend (docs/sandbox.md)."
+    "network and its rewards. Use the bubblewrap backend (docs/gateway.md#sandbox)."
 )
 
 

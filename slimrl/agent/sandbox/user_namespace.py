@@ -33,7 +33,7 @@ def open_user_namespace() -> int:
     try:
         assert holder.stdout is not None
         if not holder.stdout.readline():
-            raise SandboxError("the kernel does not allow a user namespace (docs/sandbox.md)")
+            raise SandboxError("the kernel does not allow a user namespace (docs/gateway.md#sandbox)")
         folder = Path(f"/proc/{holder.pid}")
         for name in ("gid_map", "uid_map"):
             (folder / name).write_text(f"0 0 1\n{RUN_USERS[0]} {FIRST_RUN_USER_ON_HOST} {len(RUN_USERS)}\n")

@@ -17,7 +17,7 @@ class HistoryMode(str, Enum):
 
 
 class SandboxBackend(str, Enum):
-    """Backends that run the code which the policy wrote; docs/sandbox.md compares them."""
+    """Backends that run the code which the policy wrote; docs/gateway.md#sandbox compares them."""
 
     bubblewrap = "bubblewrap"
     """Namespaces, seccomp and limits on this machine, forked from a warm interpreter."""
@@ -31,7 +31,8 @@ class SandboxBackend(str, Enum):
 
 @dataclass(kw_only=True)
 class McpServerConfig:
-    """A server of tools that speaks the Model Context Protocol (docs/mcp.md): the settings of `agent.mcp.NAME`."""
+    """A server of tools that speaks the Model Context Protocol (docs/agents.md#mcp-servers): the settings of
+    `agent.mcp.NAME`."""
 
     command: list[str] = field(default_factory=list)
     """Command that starts the server, which talks over its standard input and output."""
@@ -54,7 +55,7 @@ class McpServerConfig:
 
 @dataclass(kw_only=True)
 class SandboxLimits:
-    """Limits of a run. docs/sandbox.md says how each backend enforces them."""
+    """Limits of a run. docs/gateway.md#sandbox says how each backend enforces them."""
 
     wall_s: float = 8.0
     """Deadline of a run, or of one execution in a session. Below `rollout.tool_timeout_s`, so that a tool answers."""
@@ -72,7 +73,7 @@ class SandboxLimits:
 
 @dataclass(kw_only=True)
 class SandboxConfig:
-    """The sandbox that runs code, and how many runs it takes at a time (docs/sandbox.md)."""
+    """The sandbox that runs code, and how many runs it takes at a time (docs/gateway.md#sandbox)."""
 
     backend: SandboxBackend = SandboxBackend.bubblewrap
     """Backend that runs the code; slimrl never falls back from one to another."""
@@ -102,8 +103,8 @@ class SandboxConfig:
 @dataclass(kw_only=True)
 class CompactionConfig:
     at_tokens: int | None = None
-    """Length from which on a context is compacted: a summary takes the place of its turns (docs/environments.md). Null
-    for never."""
+    """Length from which on a context is compacted: a summary takes the place of its turns
+    (docs/agents.md#long-contexts). Null for never."""
     keep_turns: int = 1
     """Newest turns that are kept after the summary, with what they led to, where they fit."""
     prompt: str = (
@@ -176,17 +177,17 @@ class AgentConfig:
     tool_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of tools by name, such as `{corpus: wiki.jsonl}`. The model is not shown these parameters."""
     mcp: dict[str, McpServerConfig] = field(default_factory=dict)
-    """Servers of further tools by name (docs/mcp.md)."""
+    """Servers of further tools by name (docs/agents.md#mcp-servers)."""
     max_tool_calls: int | None = None
     """Most calls of a trajectory that tools answer; further ones are answered with an error message."""
     subagents: dict[str, SubagentConfig] = field(default_factory=dict)
-    """Tools that are the policy itself with a task, a context and tools of its own (docs/environments.md)."""
+    """Tools that are the policy itself with a task, a context and tools of its own (docs/agents.md#sub-agents)."""
     environment: str = ""
-    """Import path `module:Class` of the environment, instead of tools (docs/environments.md)."""
+    """Import path `module:Class` of the environment, instead of tools (docs/agents.md#environments)."""
     environment_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of each instance of the environment."""
     workers: int = 1
-    """Processes that run the episodes; 1 for the driver itself (docs/environments.md)."""
+    """Processes that run the episodes; 1 for the driver itself (docs/agents.md#several-processes)."""
     start_timeout_s: float = 120.0
     """Deadline of an environment's start."""
     start_retries: int = 2
@@ -197,7 +198,7 @@ class AgentConfig:
     """Deadline of an environment's close, after which it is left behind."""
     episode: str = ""
     """Import path `module:function` of a function that runs an episode, in place of the loop of turns and observations
-    (docs/environments.md)."""
+    (docs/agents.md#an-episode-of-ones-own)."""
     command: Any = ""
     """Command that is run for each trajectory and asks the policy through the gateway (docs/gateway.md): a list of
     words, or one text that is split into words as a shell does. No shell runs it."""

@@ -35,7 +35,8 @@ def check_sandbox(recipe: Recipe) -> None:
     else:
         problem = asyncio.run(_problem(config))
     if problem:
-        raise ValueError(f"{user} runs code in the sandbox {config.backend.value}, and {problem} (docs/sandbox.md)")
+        runs = f"{user} runs code in the sandbox {config.backend.value}"
+        raise ValueError(f"{runs}, and {problem} (docs/gateway.md#sandbox)")
 
 
 def check_command_sandbox(agent: AgentConfig) -> None:
@@ -63,7 +64,7 @@ def check_command_sandbox(agent: AgentConfig) -> None:
             raise ValueError(f"an empty command in bwrap does not end within {START_S:g} s") from None
         except subprocess.CalledProcessError as error:
             said = error.stderr.decode(errors="replace").strip()
-            raise ValueError(f"bwrap does not run here: {said} (docs/sandbox.md)") from error
+            raise ValueError(f"bwrap does not run here: {said} (docs/gateway.md#sandbox)") from error
 
 
 def _users(recipe: Recipe) -> Iterator[str]:

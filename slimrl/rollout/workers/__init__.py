@@ -1,1 +1,1 @@
-"""Processes that run episodes for the driver (docs/environments.md)."""
+"""Processes that run episodes for the driver (docs/agents.md#several-processes)."""
