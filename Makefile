@@ -118,7 +118,7 @@ format: $(STAMP) ## format the source with ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## benchmarks of decoding, block FP8, log-probs, resyncs, conversions, isolated runs, episodes, the gateway, the choice of engines, the driver, the agent loop and a training step (docs/benchmarks.md)
+bench: $(STAMP) ## benchmarks of decoding, block FP8, log-probs, resyncs, conversions, isolated runs, episodes, the gateway, the choice of engines, the driver, the agent loop and a training step (docs/internals.md)
 	$(BIN)/python benchmarks/decode.py --json runs/bench/decode.json
 	$(BIN)/python benchmarks/quantize.py --json runs/bench/quantize.json
 	$(BIN)/python benchmarks/logprobs.py --json runs/bench/logprobs.json

@@ -1,7 +1,7 @@
 """Converting a checkpoint to Megatron and back, against `cp` of the same bytes and transformers' load and save.
 
 Each runs in its own process, followed by `sync`, in turn with `cp` of the same folder: a pair of the two each time, and
-medians over the pairs. docs/benchmarks.md has the model and the figures.
+medians over the pairs. docs/internals.md has the model and the figures.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """SGLang's CPU engine with slimrl's plugin against the same engine as shipped, in one run on the toy model.
 
-Both have one thread and answer in turn; greedy tokens and their log-probs are compared. docs/benchmarks.md has the
-cases and figures.
+Both have one thread and answer in turn; greedy tokens and their log-probs are compared.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A GSPO step of slimrl beside one of TRL: the same machine, model and work, one after the other.
 
 The model is a random Qwen3-MoE of 0.9 million parameters. The work is that of benchmarks/step.py: 16 prompts x 8
-samples x exactly 48 new tokens and one update. docs/benchmarks.md says what each side is given.
+samples x exactly 48 new tokens and one update. docs/internals.md says what each side is given.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Resyncs of a random Qwen3-MoE from two trainer ranks (expert parallelism 2) into a real SGLang engine, as ratios.
 
 At each size it sends the weights over `ipc`; at the largest it measures the other ways and the baselines too, and
-resync_delta.py the versions on the disk at the smallest. docs/benchmarks.md has the figures.
+resync_delta.py the versions on the disk at the smallest. docs/resync.md has the figures.
 """
 
 import argparse

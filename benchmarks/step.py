@@ -1,7 +1,7 @@
 """Time of each phase of a GSPO step of fixed work, repeated, with real servers and trainers.
 
 It runs `slimrl train` on the recipe of the calculator task with the settings of `overrides`. The first step is a
-warm-up and is not counted. docs/benchmarks.md says why every step has the same work.
+warm-up and is not counted. docs/internals.md says why every step has the same work.
 """
 
 import argparse

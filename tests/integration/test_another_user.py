@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 START_S, STEP_S = 900.0, 200.0
 SETTLES_S = 8.0
 """In which ranks and engines end what a driver has asked for"""
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 
 
 class Touches:

@@ -1,4 +1,4 @@
-"""Every file of benchmarks/ runs to its end at its smallest size and writes the figures of docs/benchmarks.md."""
+"""Every file of benchmarks/ runs to its end at its smallest size and writes the figures of docs/internals.md."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""README.md is short, docs/README.md leads to every page, and docs/commands.md has every command."""
+"""README.md is short, docs/README.md leads to every page, and docs/recipes.md has every command."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from slimrl.observability.run_folder import RunFolder
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-COMMANDS_PAGE = (DOCS / "commands.md").read_text()
+COMMANDS_PAGE = (DOCS / "recipes.md").read_text()
 GROUPS = {config_app: "config ", eval_app: "eval ", launch_app: "launch ", resync_app: "resync "}
 
 
@@ -41,7 +41,7 @@ def test_pages_and_pictures_to_which_pages_link_are_there():
 
 
 def test_the_page_of_commands_has_each_of_them_and_no_other():
-    block = COMMANDS_PAGE.split("```")[1]
+    block = COMMANDS_PAGE.partition("\n## Commands\n")[2].split("```")[1]
     named = {words.strip() for words in re.findall(r"^slimrl ((?:[a-z-]+ )+)", block, re.MULTILINE)}
     there = {f"{GROUPS.get(app, '')}{name}".replace(f" {DEFAULT_COMMAND}", "") for app, name, _ in COMMANDS}
     assert named == there

@@ -11,7 +11,7 @@ DOCS = ROOT / "docs"
 
 
 def test_both_pages_give_a_gpu_the_same_memory():
-    recipes, plan = ((DOCS / name).read_text() for name in ("recipes.md", "plan.md"))
+    recipes, plan = ((DOCS / name).read_text() for name in ("recipes.md", "plan_and_simulate.md"))
     in_recipes = {gpu: int(gib) for gib, gpu in re.findall(r"(\d+) (?:GiB )?of an? ([HB]\d+)", recipes)}
     options = next(line for line in plan.splitlines() if "--gpu-memory-gib" in line)
     in_plan = {gpu: int(gib) for gpu, gib in re.findall(r"([HB]\d+) (\d+)", options)}
