@@ -9,9 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slimrl.data.weights import TensorSpec
 from slimrl.quantization import fp8
 from slimrl.quantization.fp8 import BlockFp8, quantize, quantize_batch
-from slimrl.resync.batches import equally_apart
 from slimrl.resync.buckets import cut_buckets
-from slimrl.resync.transform import Quantize
+from slimrl.resync.transform import Quantize, equally_apart
 
 FP8 = BlockFp8(block=(16, 8))
 

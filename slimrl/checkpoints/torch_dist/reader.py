@@ -19,9 +19,9 @@ from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema, gate_and_up_apart
 from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME
 from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk, read_rows
-from slimrl.data.weights import TensorSpec
+from slimrl.data.weights import Region, TensorSpec
 from slimrl.models.layout_ops import Identity
-from slimrl.models.weight_map import Entry, Slices
+from slimrl.models.weight_map import Entry
 
 MAX_LISTED = 10
 """Missing weights that an error names; the rest are counted."""
@@ -62,7 +62,7 @@ class StoredWeights(CheckpointReader):
                 self._entry_of[tensor.name] = index
                 self.specs[tensor.name] = TensorSpec(name=tensor.name, shape=tensor.shape, dtype=dtype)
 
-    def read(self, name: str, slices: Slices) -> Tensor:
+    def read(self, name: str, slices: Region) -> Tensor:
         """A slice of a tensor, on the CPU, in its stored dtype; it may share memory with other reads."""
         index = self._entry_of[name]
         alone = self._read_alone(self._entries[index], self._chunks_of[index], name, slices)
@@ -76,7 +76,7 @@ class StoredWeights(CheckpointReader):
     def close(self) -> None:
         self._held = None
 
-    def _read_alone(self, entry: Entry, chunks: list[Chunk], name: str, slices: Slices) -> Tensor | None:
+    def _read_alone(self, entry: Entry, chunks: list[Chunk], name: str, slices: Region) -> Tensor | None:
         """Whole rows of a tensor that a stored chunk holds as it is; None for any other tensor or slice."""
         if gate_and_up_apart(entry, chunks):
             chunk = chunks[[tensor.name for tensor in entry.hf].index(name)]
@@ -163,5 +163,5 @@ def check_files(path: Path, metadata: Metadata) -> None:
             raise ValueError(f"{file}: cut short, {file.stat().st_size} of {end} bytes are there")
 
 
-def _slices(starts: torch.Size, lengths: torch.Size) -> Slices:
+def _slices(starts: torch.Size, lengths: torch.Size) -> Region:
     return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
