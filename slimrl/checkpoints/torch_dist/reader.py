@@ -135,6 +135,7 @@ class StoredWeights(CheckpointReader):
         filled = 0
         wanted = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(shape))
         for item in create_read_items_for_chunk_list(chunk.key, self._stored[chunk.key], [wanted]):
+            assert item.storage_index.index is not None
             stored = stored_chunks[item.storage_index.index]
             part = target[_slices(item.dest_offsets, item.lengths)]
             part.copy_(self._load(chunk.key, stored)[_slices(item.storage_offsets, item.lengths)])
