@@ -71,9 +71,9 @@ def read_rows(path: Path, place: Any, shape: tuple[int, ...], rows: slice) -> Te
             form = torch.load(window, map_location="meta", weights_only=True)
         if not isinstance(form, Tensor) or form.shape != shape or not form.is_contiguous():
             return None
-        start = form.untyped_storage()._checkpoint_offset
-        assert start is not None, "torch.load to the meta device sets it"
-        start += form.storage_offset() * form.itemsize
+        storage_start = form.untyped_storage()._checkpoint_offset
+        assert storage_start is not None, "torch.load to the meta device sets it"
+        start = storage_start + int(form.storage_offset()) * form.itemsize
         if start + form.nbytes > place.length:
             return None
         tensor = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=form.dtype)
