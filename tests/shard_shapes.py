@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from slimrl.models.weight_map import Entry, Slices
+from slimrl.data.weights import Region
+from slimrl.models.weight_map import Entry
 
 
 def shard_shape(entry: Entry, count: int) -> tuple[int, ...]:
     """Shape of one of `count` equal shards of the Megatron tensor."""
 
-    def on_meta(_: str, slices: Slices) -> Tensor:
+    def on_meta(_: str, slices: Region) -> Tensor:
         return torch.empty([part.stop - part.start for part in slices], device="meta")
 
     return tuple(entry.to_megatron(on_meta, 0, count).shape)

@@ -44,6 +44,6 @@ def torch_dtype(option: str, value: str, choices: tuple[str, ...] = tuple(DTYPES
     return DTYPES[value]
 
 
-def torch_dtype_or_keep(option: str, value: str) -> str | None:
-    """The same for an option that may be KEEP; None for that."""
-    return None if value == KEEP else torch_dtype(option, value, (KEEP, *DTYPES))
+def torch_dtype_or_keep(value: str) -> str | None:
+    """The same for --dtype, which may be KEEP; None for that."""
+    return None if value == KEEP else torch_dtype("--dtype", value, (KEEP, *DTYPES))

@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import xxhash
-from torch import Tensor
 
 READ_BYTES = 1024**2
 """Number of bytes read at a time, so that they are hashed while in the processor's cache."""
@@ -37,12 +34,6 @@ class Span:
     length: int
     digest: str
     """Checksum of the bytes, xxh3-128."""
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """xxh3-128 of a CPU tensor's elements, in their order."""
-    raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(raw)
 
 
 def file_digest(file: Path) -> FileDigest:

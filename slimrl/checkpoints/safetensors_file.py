@@ -2,6 +2,9 @@
 
 The format: 8 bytes with the length of the header; a JSON header with each tensor's dtype, shape and offsets; the bytes
 of the tensors without gaps.
+
+The safetensors library does less: it writes only tensors that are all in memory, does not say where a tensor lies in
+its file, and maps what it reads, so a file that becomes shorter, or a disk that fails, ends the process by a signal.
 """
 
 import json

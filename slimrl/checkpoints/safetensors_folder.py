@@ -91,9 +91,7 @@ def write_safetensors(
     write_index(folder, files)
 
 
-def plan_safetensors_files(
-    specs: Sequence[TensorSpec], max_bytes: int = MAX_SHARD_BYTES
-) -> dict[str, list[TensorSpec]]:
+def plan_safetensors_files(specs: Sequence[TensorSpec], max_bytes: int) -> dict[str, list[TensorSpec]]:
     """File name -> its tensors, in the order of `specs`, at most `max_bytes` per file unless one tensor has more."""
     groups = group_by_bytes(specs, spec_bytes, max_bytes)
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}

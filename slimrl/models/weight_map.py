@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from typing import TYPE_CHECKING, Literal
 
-from slimrl.data.weights import TensorSpec
+from slimrl.data.weights import Region, SourceLayout, SourcePiece, TensorSpec
 from slimrl.models.layout_ops import Identity, LayoutOp
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,7 @@ class Entry:
         """A pattern of the rule with this layer and expert filled in."""
         return pattern.replace("{layer}", str(self.layer)).replace("{expert}", str(self.expert))
 
-    def blocks(self, tensor: HfTensor, index: int, count: int) -> tuple[list[Slices], int]:
+    def blocks(self, tensor: HfTensor, index: int, count: int) -> tuple[list[Region], int]:
         """Part `index` of `count` of a Hugging Face tensor, and the zeros that pad it along the sharded dimension.
 
         The part is one block, or a block of each section of the shard, to be joined along dimension 0.
@@ -122,11 +120,11 @@ class Entry:
             blocks.append((*whole[: shard.dim], slice(start, stop), *whole[shard.dim + 1 :]))
         return blocks, zeros
 
-    def to_megatron(self, read: Callable[[str, Slices], Tensor], index: int = 0, count: int = 1) -> Tensor:
+    def to_megatron(self, read: Callable[[str, Region], Tensor], index: int = 0, count: int = 1) -> Tensor:
         """Shard `index` of `count` of the Megatron tensor; `read` reads a slice of a Hugging Face tensor by name."""
         return self.rule.op.to_megatron(*self.parts(read, index, count))
 
-    def parts(self, read: Callable[[str, Slices], Tensor], index: int = 0, count: int = 1) -> Iterator[Tensor]:
+    def parts(self, read: Callable[[str, Region], Tensor], index: int = 0, count: int = 1) -> Iterator[Tensor]:
         """Part `index` of each Hugging Face tensor, padded; lazily, so that each can be freed before the next."""
         for tensor in self.hf:
             blocks, zeros = self.blocks(tensor, index, count)
@@ -221,6 +219,33 @@ class WeightMap:
             for tensor in entry.rule.hf
             for name in (entry.named(tensor.name), *tensor.copies)
         ]
+
+    def layout(self, dtype: str, holders_of: Callable[[int], Sequence[tuple[int, ...]]]) -> SourceLayout:
+        """The trainer's pieces of every tensor, in export order.
+
+        Args:
+            dtype: of tensors without one of their own.
+            holders_of: index of an entry -> the ranks that hold each of its shards.
+        """
+        specs = iter(self.specs(dtype))
+        layout: dict[TensorSpec, tuple[SourcePiece, ...]] = {}
+        for index, entry in enumerate(self.entries):
+            holders = holders_of(index)
+            for tensor in entry.hf:
+                pieces = tuple(
+                    piece for shard in range(len(holders)) for piece in _pieces(entry, tensor, shard, holders)
+                )
+                layout |= dict.fromkeys(islice(specs, len(tensor.names)), pieces)
+        return layout
+
+
+def _pieces(entry: Entry, tensor: HfTensor, shard: int, holders: Sequence[tuple[int, ...]]) -> Iterator[SourcePiece]:
+    """What the holders of a shard have of a tensor; a shard may be padding alone."""
+    first_row = 0
+    for region in entry.blocks(tensor, shard, len(holders))[0]:
+        if all(part.start < part.stop for part in region):
+            yield SourcePiece(region=region, holders=holders[shard], first_row=first_row)
+            first_row += region[0].stop - region[0].start if region else 1
 
 
 def _expand(rules: Sequence[Rule]) -> Iterator[Entry]:

@@ -28,7 +28,7 @@ class _LogFile(logging.FileHandler):
     """The handler that `log_to_file` installs, known by its class"""
 
 
-def log_to_file(path: Path, level: int = logging.INFO, hide: Callable[[str], str] = lambda text: text) -> None:
+def log_to_file(path: Path, hide: Callable[[str], str] = lambda text: text) -> None:
     """Send this process's log records to the file, replacing the root logger's handlers.
 
     Args:
@@ -37,7 +37,7 @@ def log_to_file(path: Path, level: int = logging.INFO, hide: Callable[[str], str
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path)
     handler.setFormatter(_Hiding(hide))
-    logging.basicConfig(handlers=[handler], level=level, force=True)
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     logging.captureWarnings(True)
     # httpx logs each request: dozens a second while servers start.
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -49,7 +49,7 @@ def log_folder() -> Path | None:
     return Path(files[0].baseFilename).parent if files else None
 
 
-def capture_output(path: Path, level: int = logging.INFO) -> None:
+def capture_output(path: Path) -> None:
     """Send all output of this worker process to the file, that of C++ and of crashes included.
 
     It replaces descriptors 1 and 2, so the output of later child processes goes there too.
@@ -61,7 +61,7 @@ def capture_output(path: Path, level: int = logging.INFO) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    log_to_file(path, level)
+    log_to_file(path)
     faulthandler.enable(file=2)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -51,19 +50,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def collect_provenance(
-    config: dict[str, Any], origins: dict[str, str], argv: Sequence[str] | None = None
-) -> dict[str, Any]:
+def collect_provenance(config: dict[str, Any], origins: dict[str, str], argv: Sequence[str]) -> dict[str, Any]:
     """Versions, commit, command line, host and the resolved recipe.
 
     Args:
         origins: dotted key -> where its value was set.
-        argv: the command line; by default that of this process.
+        argv: the command line.
     """
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": list(sys.argv if argv is None else argv),
+        "command": list(argv),
         "git": {"commit": _git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)},
         "packages": {package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),

@@ -108,7 +108,7 @@ def cut_buckets(
     return tuple(_bucket(parts, transform) for parts in buckets)
 
 
-def too_small(specs: Sequence[TensorSpec], bucket_bytes: int, transform: Transform | None = None) -> str:
+def too_small(specs: Sequence[TensorSpec], bucket_bytes: int, transform: Transform | None) -> str:
     """Why tensors do not fit into buckets of this size: the largest and the bytes that are enough. Empty if they fit.
 
     A bucket must hold all tensors of one fused group, and of another tensor the fewest rows at which it can be cut.

@@ -1,4 +1,5 @@
-"""Calls to the engines of one sender during a resync: all at the same time, with one deadline."""
+"""Calls to the engines of one sender during a resync: all at the same time, with one deadline; and the send of one
+bucket in a thread of its own."""
 
 import queue
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from slimrl.base.spans import SPANS
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EngineControl
 
@@ -134,3 +136,38 @@ class EngineCalls:
     def _take_out(self, failures: dict[str, str]) -> None:
         self.failed |= failures
         self.engines = [engine for engine in self.engines if engine.name not in failures]
+
+
+class SendThread:
+    """
+    Args:
+        send: must return or raise within its own deadline.
+        after: one that must end first; if it fails, this one does not begin and has its error.
+    """
+
+    def __init__(self, send: Callable[[], object], after: "SendThread | None" = None) -> None:
+        self._send, self._after = send, after
+        self._error: Exception | None = None
+        # No daemon, as in BroadcastGroup.drop.
+        self._thread = threading.Thread(target=self._run, name="resync-send")
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> Exception | None:
+        """The send's error, or None; an EngineError if it has not ended in time."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return EngineError(f"a bucket was not sent within {timeout_s:g} s")
+        return self._error
+
+    def _run(self) -> None:
+        if self._after is not None:
+            self._after._thread.join()
+            if self._after._error is not None:
+                self._error = self._after._error
+                return
+            self._after = None
+        try:
+            with SPANS("send"):
+                self._send()
+        except Exception as error:  # noqa: BLE001 - handed to the caller's thread
+            self._error = error

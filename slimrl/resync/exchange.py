@@ -55,8 +55,8 @@ def messages(plan: ResyncPlan, bucket: Bucket) -> list[Message]:
     """The messages between nodes for a bucket, in one order for all, in as few as possible."""
     each = [
         _message(place, source, targets, transformed=bool(block.outputs))
-        for block in plan.blocks(bucket)
-        for source, targets in plan.routes(bucket, block.part, block.piece)
+        for block in plan.passed_on(bucket)
+        for source, targets in plan.routes(bucket, block)
         for place in block.outputs or [(block.part, block.region)]
     ]
     each.sort(key=lambda message: (message.transformed, message.start))

@@ -1,12 +1,13 @@
 """All buckets of a version: while one is sent and loaded, the next is gathered and transformed.
 
 A sender has two slots that take turns. Without a transform, buckets are gathered straight into them; with one, into a
-stage from which the transform fills the slots. Other leaders have a slot too, if they transform what they pass on.
+staging buffer from which the transform fills the slots. Other leaders have a slot too, if they transform what they pass
+on.
 
 A bucket's slot is filled in these steps, with a barrier of the node's ranks between each two:
 
-1. Each rank writes its pieces.
-2. The leader transforms what its node has (node_transform.py).
+1. Each rank writes its pieces, each to its final place, in one copy from the live weight that also converts the dtype.
+2. The leader transforms what its node has (transform.py).
 3. Nodes send each other what they lack (exchange.py).
 4. A sender transforms the rest.
 
@@ -18,17 +19,18 @@ engines need not wait for it.
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from torch import Tensor
+
+from slimrl import device
 from slimrl.data.weights import TensorPart, WeightSource
+from slimrl.resync.engine_calls import SendThread
 from slimrl.resync.exchange import Exchange, Message, messages
-from slimrl.resync.gather import Gatherer
-from slimrl.resync.ipc.shared_buffer import SharedBuffer
+from slimrl.resync.ipc.shared_buffer import SharedBuffer, open_shared, shared_buffer
 from slimrl.resync.ipc.stale_files import clean_stale_segments
-from slimrl.resync.node_memory import NodeMemory
-from slimrl.resync.node_transform import NodeTransform, Record
 from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import RankError, Ranks
-from slimrl.resync.report import Clock
-from slimrl.resync.sending import SendClock, SendThread
+from slimrl.resync.report import Clock, SendClock
+from slimrl.resync.transform import NodeTransform, Record
 
 Progress = Callable[[int, int], None]
 """Function that is called with (buckets sent, buckets in all)."""
@@ -61,9 +63,9 @@ class Pipeline:
         self._messages: list[list[Message]] = []
         if len(plan.leaders) > 1:
             self._messages = [messages(plan, bucket) for bucket in plan.buckets]
-        num_stages = 1 if plan.transform else NUM_SLOTS
+        num_staging = 1 if plan.transform else NUM_SLOTS
         gathered = max((bucket.gathered_bytes for bucket in plan.buckets), default=0)
-        self._stages = self._slots = NodeMemory(ranks, leader, num_stages, gathered, run_id, mapped=True)
+        self._staging = self._slots = NodeMemory(ranks, leader, num_staging, gathered, run_id, mapped=True)
         self._node_transform: NodeTransform | None = None
         try:
             if plan.transform is not None:
@@ -82,7 +84,7 @@ class Pipeline:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that this rank holds."""
-        return sum(memory.nbytes for memory in {self._stages, self._slots})
+        return sum(memory.nbytes for memory in {self._staging, self._slots})
 
     def run(
         self,
@@ -130,15 +132,15 @@ class Pipeline:
 
     def close(self) -> None:
         self._slots.close()
-        self._stages.close()
+        self._staging.close()
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
 
     def _fill(self, number: int, slot: int, clock: Clock, record: Record) -> ValueError | None:
         """Fill a slot with a bucket; returns what the transform raised, which all ranks must learn."""
-        stages, slots, transform = self._stages.tensors, self._slots.tensors, self._node_transform
-        gathered = stages[slot % len(stages)]
+        staging, slots, transform = self._staging.tensors, self._slots.tensors, self._node_transform
+        gathered = staging[slot % len(staging)]
         # A rank that is no leader may map none.
         sent = slots[slot % len(slots)] if slots else None
         problem = None
@@ -183,3 +185,89 @@ class Pipeline:
     def _place(self, number: int) -> str:
         first = self._plan.buckets[number].gathered[0].spec.name
         return f"at bucket {number + 1} of {len(self._plan.buckets)} ({first})"
+
+
+class NodeMemory:
+    """Buffers on the leader of this rank's node. All ranks construct it together.
+
+    Args:
+        leader: of this rank's node.
+        count: buffers on this rank, if it is the leader; the number may differ between leaders.
+        run_id: part of a file's name.
+        mapped: whether the other ranks map them.
+
+    Raises:
+        OSError: on all ranks, when one of them got no memory; all is released.
+        RankError: another rank died or is late; this one's is released.
+    """
+
+    def __init__(self, ranks: Ranks, leader: int, count: int, nbytes: int, run_id: str, *, mapped: bool) -> None:
+        self.buffers: list[SharedBuffer] = []
+        """The leader's buffers; empty on other ranks."""
+        self.tensors: list[Tensor] = []
+        """The buffers as tensors, uint8 [nbytes]; on other ranks those of the leader, if they are mapped."""
+        try:
+            self._allocate(ranks, count if ranks.rank == leader else 0, nbytes, run_id)
+            self.tensors = [buffer.tensor for buffer in self.buffers]
+            if mapped:
+                segments = ranks.gather_objects([buffer.segment() for buffer in self.buffers])[leader]
+                self.tensors = self.tensors or [open_shared(segment, writable=True) for segment in segments]
+        except (OSError, RankError):
+            self.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that this rank holds."""
+        return sum(buffer.tensor.numel() for buffer in self.buffers)
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        self.buffers, self.tensors = [], []
+
+    def _allocate(self, ranks: Ranks, count: int, nbytes: int, run_id: str) -> None:
+        problem = None
+        try:
+            for _ in range(count):
+                self.buffers.append(shared_buffer(nbytes, run_id, device.compute_device()))
+        except OSError as error:
+            problem = f"rank {ranks.rank}: {count} buckets of {nbytes} bytes: {error}"
+        problems = [each for each in ranks.gather_objects(problem) if each is not None]
+        if problems:
+            raise OSError("; ".join(problems))
+
+
+class Gatherer:
+    def __init__(self, plan: ResyncPlan, source: WeightSource, rank: int) -> None:
+        self._source = source
+        self._writes = [plan.writes(bucket, rank) for bucket in plan.buckets]
+
+    def write(self, number: int, flat: Tensor) -> None:
+        """Write this rank's pieces of bucket `number` into the node's memory.
+
+        It has all that the node's ranks hold, and the node needs or passes on, when all of them have returned.
+        """
+        for part, region, piece, _ in self._writes[number]:
+            groups = self._source.groups(part.spec.name)
+            target = part.region_view(flat, region)
+            first_row = piece.first_row + (region[0].start - piece.region[0].start if region else 0)
+            # Without the padding that may follow.
+            columns = [slice(0, edge.stop - edge.start) for edge in region[1:]]
+            copy_rows(target if target.ndim else target[None], groups[:, :, *columns], first_row)
+        device.finish_queued_work()
+
+
+def copy_rows(target: Tensor, groups: Tensor, start: int) -> None:
+    """Fill `target` with the rows of groups [G, R, ...] from row `start` on, counted through all groups."""
+    size, row, stop = groups.shape[1], start, start + target.shape[0]
+    while row < stop:
+        group, within = divmod(row, size)
+        whole = (stop - row) // size if within == 0 else 0
+        count = whole * size or min(size - within, stop - row)
+        place = target[row - start : row - start + count]
+        if whole:
+            place.unflatten(0, (whole, size)).copy_(groups[group : group + whole])
+        else:
+            place.copy_(groups[group, within : within + count])
+        row += count

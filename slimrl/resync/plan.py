@@ -13,6 +13,7 @@ serve engines are senders: with `ipc` those of the engines' nodes, with other tr
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace, Place, Region, SourceLayout, SourcePiece, TensorPart
@@ -28,16 +29,12 @@ class Sender:
     """Names of the engines to which the rank sends"""
 
 
-Overlap = tuple[TensorPart, Region, SourcePiece]
-"""A part, a piece of the same tensor, and the region of the tensor that lies in both."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """What nodes pass on as one: an overlap, or a whole part where the same nodes have all of it."""
+class Block(NamedTuple):
+    """What ranks write and nodes pass on as one."""
 
     part: TensorPart
     region: Region
+    """The region of the tensor that lies both in the part and in the piece."""
     piece: SourcePiece
     """The piece that the block is of; its holders together hold the block."""
     outputs: tuple[Place, ...] = ()
@@ -79,96 +76,91 @@ class ResyncPlan:
         """The rank that writes a piece for each node that holds it: the lowest holder there."""
         return self._owners(piece.holders)
 
-    def writes(self, bucket: Bucket, rank: int) -> list[Overlap]:
+    def writes(self, bucket: Bucket, rank: int) -> list[Block]:
         """What a rank writes into its node's memory: what the node needs, or passes on."""
         node = self.nodes[rank]
         return [
-            (part, region, piece)
-            for part, region, piece in self.overlaps(bucket)
-            if self.owners(piece).get(node) == rank and self._uses(node, bucket, part, piece)
+            block
+            for block in self.blocks(bucket)
+            if self.owners(block.piece).get(node) == rank and self._uses(node, bucket, block)
         ]
 
-    def overlaps(self, bucket: Bucket) -> Iterator[Overlap]:
-        """What the bucket consists of, in the order of its parts."""
-        for part in bucket.gathered:
-            yield from self._overlaps(part)
-
     def blocks(self, bucket: Bucket) -> Iterator[Block]:
-        """What the bucket consists of, in the order of its parts."""
+        """What the bucket consists of, in the order of its parts: a block for each piece of a part."""
         for part in bucket.gathered:
-            overlaps = self._joined(list(self._overlaps(part)))
-            outputs = self._outputs(bucket, overlaps)
-            for (_, region, piece), output in zip(overlaps, outputs, strict=True):
-                yield Block(part=part, region=region, piece=piece, outputs=output)
+            yield from self._blocks(part)
+
+    def passed_on(self, bucket: Bucket) -> Iterator[Block]:
+        """The same, but that a part of which the same nodes have all is one block."""
+        for part in bucket.gathered:
+            yield from self._with_outputs(bucket, self._joined(list(self._blocks(part))))
 
     def transforms(self, bucket: Bucket, node: str) -> list[Block]:
         """What a node transforms before the exchange: what it has, and needs or passes on."""
         return [
             block
-            for block in self.blocks(bucket)
-            if block.outputs and node in self.owners(block.piece) and self._uses(node, bucket, block.part, block.piece)
+            for block in self.passed_on(bucket)
+            if block.outputs and node in self.owners(block.piece) and self._uses(node, bucket, block)
         ]
 
     def transforms_behind(self, bucket: Bucket) -> list[TensorPart]:
         """What every sender transforms behind the exchange."""
         if self.transform is None:
             return []
-        before = {(block.part.spec.name, block.part.start) for block in self.blocks(bucket) if block.outputs}
+        before = {(block.part.spec.name, block.part.start) for block in self.passed_on(bucket) if block.outputs}
         return [part for part in bucket.gathered if (part.spec.name, part.start) not in before]
 
     def answers_for(self, bucket: Bucket, block: Block) -> str:
         """The node that hashes a block before and after its transform: where the first sender has it from."""
         first = self._needing[0]
-        routes = self.routes(bucket, block.part, block.piece)
-        return next((source for source, targets in routes if first in targets), first)
+        return next((source for source, targets in self.routes(bucket, block) if first in targets), first)
 
-    def routes(self, bucket: Bucket, part: TensorPart, piece: SourcePiece) -> list[tuple[str, tuple[str, ...]]]:
-        """(source, targets) by which nodes that need a piece's rows of a part, and do not hold them, get them.
+    def routes(self, bucket: Bucket, block: Block) -> list[tuple[str, tuple[str, ...]]]:
+        """(source, targets) by which nodes that need a block, and do not hold it, get it.
 
         Sources take turns along the bucket, so that nodes with the same pieces divide the work.
         """
-        lacking = self._lacking(piece.holders)
+        lacking = self._lacking(block.piece.holders)
         if not lacking:
             return []
-        holding = list(self.owners(piece))
-        first = part.offset * len(holding) // bucket.gathered_bytes
+        holding = list(self.owners(block.piece))
+        first = block.part.offset * len(holding) // bucket.gathered_bytes
         if len(lacking) > len(holding):
             return [(holding[first], self._others[holding[first]])]
         return [(holding[(first + i) % len(holding)], (node,)) for i, node in enumerate(lacking)]
 
-    def _overlaps(self, part: TensorPart) -> Iterator[Overlap]:
+    def _blocks(self, part: TensorPart) -> Iterator[Block]:
         for piece in self.pieces[part.spec.name]:
             rows = piece.region[0] if piece.region else slice(0, 1)
             start, stop = max(rows.start, part.start), min(rows.stop, part.stop)
             if start < stop:
-                yield part, (slice(start, stop), *piece.region[1:]) if piece.region else (), piece
+                yield Block(part, (slice(start, stop), *piece.region[1:]) if piece.region else (), piece)
 
-    def _joined(self, overlaps: list[Overlap]) -> list[Overlap]:
-        """Overlaps of a part, as one if the same nodes hold each: then their routes are equal."""
-        if len(overlaps) == 1 or len({tuple(self.owners(piece)) for _, _, piece in overlaps}) > 1:
-            return overlaps
-        part = overlaps[0][0]
-        holders = tuple(sorted({rank for _, _, piece in overlaps for rank in piece.holders}))
-        return [(part, part.region, SourcePiece(region=part.region, holders=holders))]
+    def _joined(self, blocks: list[Block]) -> list[Block]:
+        """Blocks of a part, as one if the same nodes hold each: then their routes are equal."""
+        if len(blocks) == 1 or len({tuple(self.owners(block.piece)) for block in blocks}) > 1:
+            return blocks
+        part = blocks[0].part
+        holders = tuple(sorted({rank for block in blocks for rank in block.piece.holders}))
+        return [Block(part, part.region, SourcePiece(region=part.region, holders=holders))]
 
-    def _outputs(self, bucket: Bucket, overlaps: list[Overlap]) -> list[tuple[Place, ...]]:
-        """Results of each overlap of a part; if one overlap has none, none has any."""
-        part = overlaps[0][0]
-        none: list[tuple[Place, ...]] = [()] * len(overlaps)
+    def _with_outputs(self, bucket: Bucket, blocks: list[Block]) -> list[Block]:
+        """Blocks of a part, with their outputs; if one block has none, none has any."""
+        part = blocks[0].part
         if self.transform is None or len(self.leaders) == 1 or not self.transform.changes(part.spec):
-            return none
-        places = bucket.outputs(self.transform, part)
-        outputs: list[tuple[Place, ...]] = []
-        for _, region, _ in overlaps:
-            regions = self.transform.output_regions(part.spec, region)
+            return blocks
+        parts = bucket.outputs(self.transform, part)
+        result = []
+        for block in blocks:
+            regions = self.transform.output_regions(part.spec, block.region)
             if regions is None:
-                return none
-            outputs.append(tuple(zip(places, regions, strict=True)))
-        return outputs
+                return blocks
+            result.append(block._replace(outputs=tuple(zip(parts, regions, strict=True))))
+        return result
 
-    def _uses(self, node: str, bucket: Bucket, part: TensorPart, piece: SourcePiece) -> bool:
-        """Whether a node needs the rows of a piece, or passes them on."""
-        return node in self._needing or any(source == node for source, _ in self.routes(bucket, part, piece))
+    def _uses(self, node: str, bucket: Bucket, block: Block) -> bool:
+        """Whether a node needs a block, or passes it on."""
+        return node in self._needing or any(source == node for source, _ in self.routes(bucket, block))
 
     @cached_property
     def _needing(self) -> tuple[str, ...]:

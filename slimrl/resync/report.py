@@ -1,8 +1,9 @@
 """The report of a resync, and the clock of its stages."""
 
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,3 +64,21 @@ class Clock:
                 yield
         finally:
             self.seconds[stage] += time.perf_counter() - start
+
+
+class SendClock:
+    """Adds the seconds in which at least one send was running to the stage `send`. For sends that end in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._until = 0.0
+
+    def run(self, send: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        try:
+            send()
+        finally:
+            with self._lock:
+                end = time.perf_counter()
+                self._clock.seconds["send"] += end - max(start, self._until)
+                self._until = end

@@ -27,8 +27,7 @@ from slimrl.resync.engine_calls import PROBE_TIMEOUT_S, EngineCalls
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
 from slimrl.resync.pipeline import Pipeline, Progress, SyncErrors
 from slimrl.resync.plan import ResyncPlan, plan_resync
-from slimrl.resync.rank_errors import StartAgain, sync_errors_across_ranks
-from slimrl.resync.ranks import RankError, Ranks
+from slimrl.resync.ranks import RankError, Ranks, StartAgain, sync_errors_across_ranks
 from slimrl.resync.report import Clock, ResyncError, ResyncReport
 from slimrl.resync.transports.base import Transport
 from slimrl.resync.transports.collective import CollectiveTransport

@@ -9,21 +9,42 @@ Tiles are quantised on the nodes that have them whole, before they travel to oth
 has a part of a tile travels as it is and is quantised behind the exchange.
 
 Engines that cannot compute with FP8 get the same values, rounded to FP8 and back.
+
+On the leader of a node each bucket is transformed in two steps:
+
+1. Before the exchange with other nodes: what the node has, and needs or passes on, if it can be transformed there and
+   is smaller then.
+2. Behind it, on a sender: everything else.
+
+Each tensor is hashed once before and after its transform, by the leader from which the first sender has it; so a fault
+of the exchange shows in the engines, whose fingerprints differ.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimrl import device
 from slimrl.data.weights import Place, Region, TensorPart, TensorSpec
 from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.fp8 import NOT_FINITE, BlockFp8, dequantize, quantize, quantize_batch
 from slimrl.quantization.fp8_tensors import quantized_names
-from slimrl.resync.batches import Parts, equally_apart, stacked
 from slimrl.resync.buckets import Bucket, Transform, rows_of
+from slimrl.resync.plan import Block, ResyncPlan
+from slimrl.resync.report import Clock
+
+Parts = tuple[TensorPart, ...]
+"""A part of a tensor, and what it becomes; each with its place."""
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+Record = Callable[[Place, Tensor, Sequence[tuple[Place, Tensor]]], None]
+"""Function that is called with a place, its values, and what the transform made of it."""
 
 
 def quantize_transform(hf_config: dict[str, Any], weight_map: WeightMap, *, fp8_engines: bool) -> Transform | None:
@@ -139,3 +160,89 @@ class RoundToFp8(Quantize):
 
 def _whole(bucket: Bucket) -> list[Place]:
     return [(part, part.region) for part in bucket.gathered]
+
+
+def equally_apart(changes: Sequence[Parts]) -> list[list[Parts]]:
+    """Divide them into batches; from each of a batch to the next, all offsets grow by the same number of bytes.
+
+    Only experts of a layer are in a batch together: other matrices hardly ever have a neighbour of their shape.
+    """
+    similar: dict[tuple[str, tuple[int, ...]], list[Parts]] = defaultdict(list)
+    for parts in changes:
+        first = parts[0]
+        similar[_EXPERT.sub(".experts.*.", first.spec.name), (first.start, *first.shape)].append(parts)
+    return [batch for alike in similar.values() for batch in _runs(alike)]
+
+
+def stacked(parts: Sequence[TensorPart], memory: Tensor) -> Tensor:
+    """[B, *shape], a view of the memory, of parts that are equally far apart; `memory` is uint8."""
+    first: Tensor = parts[0].view(memory)
+    step = parts[1].offset - parts[0].offset if len(parts) > 1 else parts[0].nbytes
+    return first.as_strided((len(parts), *first.shape), (step // first.element_size(), *first.stride()))
+
+
+def _runs(alike: Sequence[Parts]) -> list[list[Parts]]:
+    runs, last_steps = [[alike[0]]], None
+    for before, parts in pairwise(alike):
+        steps = [after.offset - each.offset for each, after in zip(before, parts, strict=True)]
+        if len(runs[-1]) == 1 or steps == last_steps:
+            runs[-1].append(parts)
+        else:
+            runs.append([parts])
+        last_steps = steps
+    return runs
+
+
+class NodeTransform:
+    """The transform of a plan's buckets on a leader."""
+
+    def __init__(self, plan: ResyncPlan, rank: int) -> None:
+        assert plan.transform is not None
+        self._transform, self._buckets = plan.transform, plan.buckets
+        node, is_sender = plan.nodes[rank], plan.sender(rank) is not None
+        self._is_first = plan.senders[:1] == (plan.sender(rank),)
+        self._before: list[list[tuple[Block, bool]]] = [
+            [(block, plan.answers_for(bucket, block) == node) for block in plan.transforms(bucket, node)]
+            for bucket in plan.buckets
+        ]
+        self._behind = [plan.transforms_behind(bucket) if is_sender else [] for bucket in plan.buckets]
+
+    def before(self, number: int, gathered: Tensor, sent: Tensor, clock: Clock, record: Record) -> ValueError | None:
+        """Returns what the transform raised, since other nodes wait for this one in the exchange."""
+        blocks = self._before[number]
+        error = self._apply(number, gathered, sent, [(block.part, block.region) for block, _ in blocks], clock)
+        if error is None:
+            with clock("hash"):
+                for block, answers in blocks:
+                    if answers:
+                        results = [(place, place[0].region_view(sent, place[1])) for place in block.outputs]
+                        value = block.part.region_view(gathered, block.region)
+                        record((block.part, block.region), value, results)
+        return error
+
+    def behind(self, number: int, gathered: Tensor, sent: Tensor, clock: Clock, record: Record) -> ValueError | None:
+        bucket, parts = self._buckets[number], self._behind[number]
+        error = self._apply(number, gathered, sent, [(part, part.region) for part in parts], clock)
+        if error is None and self._is_first:
+            with clock("hash"):
+                for part in parts:
+                    outputs = bucket.outputs(self._transform, part)
+                    results = [((output, output.region), output.view(sent)) for output in outputs]
+                    record((part, part.region), part.view(gathered), results)
+        return error
+
+    def _apply(
+        self, number: int, gathered: Tensor, sent: Tensor, places: Sequence[Place], clock: Clock
+    ) -> ValueError | None:
+        if not places:
+            return None
+        try:
+            with clock("transform"):
+                self._transform.apply(self._buckets[number], gathered, sent, places)
+        except ValueError as error:
+            return error
+        finally:
+            # Next all ranks agree or exchange, and then some write the following bucket into the staging buffer.
+            with clock("transform"):
+                device.finish_queued_work()
+        return None

@@ -5,7 +5,7 @@ from typing import Any
 
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.rewards.loading import NO_SUPPLIES, Supplies
-from slimrl.rewards.texts import last_text
+from slimrl.rewards.texts import check_tag, last_text, only_tagged
 from slimrl.rewards.verifier import OfVerifier
 
 _CONFIDENCE = re.compile(r"(?P<number>\d{1,3}(\.\d{1,6})?|\.\d{1,6})\s*(?P<percent>%?)", re.ASCII)
@@ -33,8 +33,7 @@ class Calibration(OfVerifier):
         supplies: Supplies = NO_SUPPLIES,
     ) -> None:
         super().__init__(of, of_args, supplies)
-        if not re.fullmatch(r"[A-Za-z][\w-]*", tag):
-            raise ValueError(f"tag: {tag!r} is no name of a tag, such as confidence")
+        check_tag(tag, "confidence")
         self._tag = tag
 
     async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> dict[str, float]:
@@ -46,10 +45,7 @@ class Calibration(OfVerifier):
 
 def stated_confidence(text: str, tag: str) -> float | None:
     """The number from 0 to 1 in the one pair of tags; None if there is none."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    if text.count(opening) != 1 or text.count(closing) != 1:
-        return None
-    found = _CONFIDENCE.fullmatch(text.partition(opening)[2].partition(closing)[0].strip())
+    found = _CONFIDENCE.fullmatch((only_tagged(text, tag) or "").strip())
     if found is None:
         return None
     value = float(found["number"]) / (100 if found["percent"] else 1)

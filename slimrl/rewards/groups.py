@@ -4,7 +4,7 @@ Failed trajectories are left out. A function returns one number for each of the 
 trajectory's reward as a part. If it fails, all of them fail with its cause.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slimrl.data.trajectory import Prompt, Status, Trajectory
@@ -12,9 +12,6 @@ from slimrl.rewards.deadline import within
 from slimrl.rewards.parts import Part, count_retry, failure
 from slimrl.rewards.retries import Retries
 from slimrl.rewards.scoring import call_reward, finite_number
-
-GroupReward = Callable[[Sequence[Trajectory], Prompt], Sequence[float] | Awaitable[Sequence[float]]]
-"""Reward function of a group: gives one finite number for each trajectory of a prompt, in order."""
 
 
 class PendingGroups:

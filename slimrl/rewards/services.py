@@ -24,7 +24,7 @@ class RewardServices:
     """The rewards that are started and closed."""
 
     def __init__(
-        self, parts: Sequence[Part] = (), *, timeout_s: float = 120.0, say: Callable[[str], None] = log.info
+        self, parts: Sequence[Part], *, timeout_s: float = 120.0, say: Callable[[str], None] = log.info
     ) -> None:
         """
         Args:

@@ -83,6 +83,18 @@ def tagged(text: str, name: str) -> str | None:
     return text[start + len(opening) : end] if start >= 0 else None
 
 
+def only_tagged(text: str, name: str) -> str | None:
+    """What stands in the only pair of a tag; None if there is none or a second tag."""
+    once = text.count(f"<{name}>") == text.count(f"</{name}>") == 1
+    return tagged(text, name) if once else None
+
+
+def check_tag(name: str, example: str) -> None:
+    """Raises ValueError unless it is a name for a tag."""
+    if not _TAG.fullmatch(f"<{name}>"):
+        raise ValueError(f"tag: {name!r} is no name of a tag, such as {example}")
+
+
 def fenced(text: str) -> str | None:
     """The lines of the last closed fenced block; None if there is none."""
     blocks = fenced_blocks(text)

@@ -5,10 +5,10 @@ The measures are slimrl's own. All are proxies: give them small weights, and add
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.texts import own_messages, tagged
+from slimrl.rewards.texts import check_tag, only_tagged, own_messages
 
 _WORD = re.compile(r"\w+(?:\.\d+)?")
 _STEP = re.compile(r"\s*(?:\d{1,3}[.)]|[-*])\s+`?(?P<tool>[\w.-]*\w)")
@@ -50,12 +50,12 @@ class ResultUse:
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float:
         own = own_messages(trajectory)
-        known = {word for message in [*prompt.messages] for word in _words(str(message["content"]))}
+        known = {word for message in prompt.messages for word in _words(str(message["content"]))}
         used: list[bool] = []
         for place, message in enumerate(own):
             words = _words(str(message["content"] or ""))
             if message["role"] == "tool":
-                new = {word for word in words if _tells(word)} - known
+                new = {word for word in words if len(word) >= MIN_LETTERS or word[0].isdigit()} - known
                 if new:
                     later = [_said(one) for one in own[place + 1 :] if one["role"] == "assistant"]
                     used.append(any(new & set(_without_copies(said, words, self._copied)) for said in later))
@@ -74,16 +74,13 @@ class PlanConsistency:
     """
 
     def __init__(self, *, tag: str = "plan") -> None:
-        if not re.fullmatch(r"[A-Za-z][\w-]*", tag):
-            raise ValueError(f"tag: {tag!r} is no name of a tag, such as plan")
+        check_tag(tag, "plan")
         self._tag = tag
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float:
         turns = [message for message in own_messages(trajectory) if message["role"] == "assistant"]
-        first = (turns[0]["content"] or "") if turns else ""
-        if first.count(f"<{self._tag}>") != 1:
-            return 0.0
-        plan = list(_steps(tagged(first, self._tag) or ""))
+        told = only_tagged(turns[0]["content"] or "", self._tag) if turns else None
+        plan = [step["tool"] for line in (told or "").splitlines() if (step := _STEP.match(line))]
         calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls") or ()]
         return 2 * _common(plan, calls) / (len(plan) + len(calls)) if plan and calls else 0.0
 
@@ -98,10 +95,6 @@ def _said(message: dict) -> list[str]:
     return _words(f"{message['content'] or ''} {calls}")
 
 
-def _tells(word: str) -> bool:
-    return len(word) >= MIN_LETTERS or word[0].isdigit()
-
-
 def _without_copies(said: Sequence[str], result: Sequence[str], length: int) -> list[str]:
     """The words that are in no passage of so many words which the result has too."""
     passages = {tuple(result[at : at + length]) for at in range(len(result) - length + 1)}
@@ -112,19 +105,12 @@ def _without_copies(said: Sequence[str], result: Sequence[str], length: int) -> 
     return [word for place, word in enumerate(said) if place not in copied]
 
 
-def _steps(plan: str) -> Iterator[str]:
-    """The tools that a plan names, in order."""
-    return (step["tool"] for line in plan.splitlines() if (step := _STEP.match(line)))
-
-
 def _common(plan: Sequence[str], calls: Sequence[str]) -> int:
     """Length of the longest common subsequence."""
-    lengths = [0] * (len(calls) + 1)
+    before = [0] * (len(calls) + 1)
     for step in plan:
-        diagonal = 0
-        for place, call in enumerate(calls, 1):
-            diagonal, lengths[place] = (
-                lengths[place],
-                (diagonal + 1 if step == call else max(lengths[place], lengths[place - 1])),
-            )
-    return lengths[-1]
+        now = [0]
+        for diagonal, above, call in zip(before, before[1:], calls, strict=False):
+            now.append(diagonal + 1 if step == call else max(above, now[-1]))
+        before = now
+    return before[-1]

@@ -28,7 +28,6 @@ from slimrl.models.adapters import layer_name
 from slimrl.models.family import Family
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.weight_map import WeightMap
-from slimrl.trainer.layout.source_layout import layout_of
 from slimrl.trainer.lora.attach import adapters_of
 from slimrl.trainer.weights import local_adapters, local_weights, model_weight_map, shard_place
 
@@ -125,8 +124,8 @@ class MegatronWeightSource:
         ]
         if missing:
             raise ValueError(f"no rank holds {len(missing)} weights of the model, the first is {missing[0]}")
-        return layout_of(
-            self._map, self._dtype, lambda index: [tuple(holders[index, shard]) for shard in range(counts[index])]
+        return self._map.layout(
+            self._dtype, lambda index: [tuple(holders[index, shard]) for shard in range(counts[index])]
         )
 
     def _gather(self, window: Sequence[TensorSpec]) -> dict[str, list[tuple[Region, Tensor]]] | None:

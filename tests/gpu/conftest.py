@@ -15,7 +15,7 @@ collect_ignore_glob = LEFT_OUT
 
 TIER_A = (
     "test_shared_buckets.py",
-    "test_stage_reuse.py",
+    "test_staging_buffer.py",
     "test_waiting_engine.py",
     "test_absent_peer.py",
     "test_released_memory.py",

@@ -14,7 +14,7 @@ sys.setswitchinterval(5.0)
 import torch
 from slimrl.data.weights import GroupSpec
 from slimrl.resync.ipc.broadcast_group import BroadcastGroup, serve_store
-from slimrl.resync.sending import SendThread
+from slimrl.resync.engine_calls import SendThread
 from slimrl.engines.plugin.bucket_receiver import EngineReceivers
 
 class OnlyRank:

@@ -71,7 +71,7 @@ class Case:
 
     @property
     def buffers(self) -> int:
-        """Buffers of a bucket's size: two slots, and before them a stage where something is transformed."""
+        """Buffers of a bucket's size: two slots, and before them a staging buffer where something is transformed."""
         return 2 if self.fp8_engines is None else 3
 
 

@@ -31,7 +31,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 kB in versions, so that a tensor of a test has several."""
     from slimrl.checkpoints.versions import codec
 
-    for module in ("codec", "apply"):
+    for module in ("codec", "local_copy"):
         monkeypatch.setattr(f"slimrl.checkpoints.versions.{module}.BLOCK_BYTES", 4096)
     assert codec.BLOCK_BYTES == 4096
 

@@ -32,8 +32,8 @@ def test_every_command_takes_dtypes_by_the_same_names(command, choices):
 
 def test_dtypes_have_the_names_that_recipes_use():
     assert [torch_dtype("--dtype", precision.value) for precision in Precision] == ["float32", "bfloat16"]
-    assert torch_dtype_or_keep("--dtype", "fp16") == "float16"
-    assert torch_dtype_or_keep("--dtype", "keep") is None
+    assert torch_dtype_or_keep("fp16") == "float16"
+    assert torch_dtype_or_keep("keep") is None
 
 
 def parameters(command: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from slimrl.data.weights import GroupSpec
 from slimrl.engines.plugin import bucket_receiver
 from slimrl.engines.plugin.bucket_loader import update
 from slimrl.engines.plugin.bucket_receiver import EngineReceivers
-from slimrl.resync.ipc import nccl_group
+from slimrl.resync.ipc import broadcast_group
 from slimrl.resync.ipc.broadcast_group import BroadcastGroup, GroupError, serve_store
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="NCCL and its streams are stand-ins here")
@@ -33,7 +33,7 @@ class Nccl:
 
     def __init__(self, keys, rank, size, options):
         self.rank, self.size, self.aborted = rank, size, threading.Event()
-        self.handling = os.environ.get(nccl_group.ERROR_HANDLING)
+        self.handling = os.environ.get(broadcast_group.ERROR_HANDLING)
         Nccl.made.append(self)
 
     def broadcast(self, tensors, options):
@@ -150,13 +150,13 @@ def test_kernels_run_on_a_stream_of_the_group(nccl):
 @pytest.mark.parametrize("before", [None, "3"])
 def test_torch_may_not_end_the_process_for_this_group_and_may_for_others(monkeypatch, nccl, before):
     if before is None:
-        monkeypatch.delenv(nccl_group.ERROR_HANDLING, raising=False)
+        monkeypatch.delenv(broadcast_group.ERROR_HANDLING, raising=False)
     else:
-        monkeypatch.setenv(nccl_group.ERROR_HANDLING, before)
+        monkeypatch.setenv(broadcast_group.ERROR_HANDLING, before)
     spec, store = group_of(0)
     BroadcastGroup(spec, 0, store).drop()
     assert [made.handling for made in nccl.made] == ["0"]
-    assert os.environ.get(nccl_group.ERROR_HANDLING) == before
+    assert os.environ.get(broadcast_group.ERROR_HANDLING) == before
 
 
 def test_a_member_that_leaves_aborts_its_own_broadcast(nccl):

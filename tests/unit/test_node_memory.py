@@ -8,7 +8,7 @@ from slimrl import device
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.weights import EnginePlace
 from slimrl.quantization.fp8 import BlockFp8
-from slimrl.resync import node_memory
+from slimrl.resync import pipeline
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, CudaBuffer
 from slimrl.resync.pipeline import Pipeline
 from slimrl.resync.plan import plan_resync
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="counts f
 
 RUN_ID = "no_memory"
 NUM_BUFFERS = 3
-"""Buffers of a sender that quantises: a stage and two slots"""
+"""Buffers of a sender that quantises: a staging buffer and two slots"""
 NUM_EXCHANGES = 3
-"""Whether each rank got its stage; where to map it; whether each rank got its slots"""
+"""Whether each rank got its staging buffer; where to map it; whether each rank got its slots"""
 
 
 def make_pipeline(ranks: Ranks) -> Pipeline:
@@ -53,8 +53,8 @@ def nth(number: int, function, error: Exception):
 
 @pytest.mark.parametrize("number", range(1, NUM_BUFFERS + 1))
 def test_a_buffer_that_cannot_be_made_leaves_none_of_the_others(monkeypatch, number):
-    make = nth(number, node_memory.shared_buffer, OSError("no room"))
-    monkeypatch.setattr(node_memory, "shared_buffer", make)
+    make = nth(number, pipeline.shared_buffer, OSError("no room"))
+    monkeypatch.setattr(pipeline, "shared_buffer", make)
     with pytest.raises(OSError, match=r"rank 0: . buckets of .* bytes: no room"):
         make_pipeline(Ranks("", 1.0))
     assert files() == []
@@ -84,7 +84,7 @@ def test_a_gpu_without_room_is_reported_as_a_full_shared_memory_is(monkeypatch):
 
     resync = session(Source(weights()), [], config(), run_id=RUN_ID)
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(node_memory, "shared_buffer", lambda nbytes, name, where: CudaBuffer(nbytes, where))
+    monkeypatch.setattr(pipeline, "shared_buffer", lambda nbytes, name, where: CudaBuffer(nbytes, where))
     with pytest.raises(ResyncError, match=r"rank 0: 2 buckets of .* bytes: .*CUDA out of memory"):
         resync.run(1)
     monkeypatch.undo()

@@ -550,19 +550,19 @@ def test_a_worker_writes_everything_into_its_log(tmp_path, monkeypatch):
     replaced, told = [], []
     monkeypatch.setattr(logs.os, "dup2", lambda source, target: replaced.append((os.fstat(source).st_ino, target)))
     monkeypatch.setattr(logs.faulthandler, "enable", lambda *, file: told.append(file))
-    monkeypatch.setattr(logs, "log_to_file", lambda path, level: told.append((path, level)))
+    monkeypatch.setattr(logs, "log_to_file", told.append)
     path = tmp_path / "logs" / "trainer_0.log"
     before = len(os.listdir("/proc/self/fd"))
     path.parent.mkdir()
     path.write_text("of the attempt before\n")
-    logs.capture_output(path, logging.DEBUG)
+    logs.capture_output(path)
     inode = path.stat().st_ino
     assert replaced == [(inode, 1), (inode, 2)]
-    assert told == [(path, logging.DEBUG), 2]
+    assert told == [path, 2]
     assert len(os.listdir("/proc/self/fd")) == before
     assert path.read_text() == "of the attempt before\n"
     logs.capture_output(tmp_path / "deeper" / "logs" / "a.log")
-    assert told[2] == (tmp_path / "deeper" / "logs" / "a.log", logging.INFO)
+    assert told[2] == tmp_path / "deeper" / "logs" / "a.log"
 
 
 def test_records_are_written_without_what_is_hidden_and_requests_are_left_out(tmp_path):

@@ -9,9 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slimrl.data.weights import TensorSpec
 from slimrl.quantization import fp8
 from slimrl.quantization.fp8 import BlockFp8, quantize, quantize_batch
-from slimrl.resync.batches import equally_apart
 from slimrl.resync.buckets import cut_buckets
-from slimrl.resync.transform import Quantize
+from slimrl.resync.transform import Quantize, equally_apart
 
 FP8 = BlockFp8(block=(16, 8))
 
@@ -41,15 +40,15 @@ def sent(weights, bucket_bytes: int = 10**6, watch: TorchDispatchMode | None = N
     ]
     transform, loaded = Quantize(FP8, quantised(weights)), {}
     for bucket in cut_buckets(specs, bucket_bytes, transform):
-        stage = torch.zeros(bucket.gathered_bytes, dtype=torch.uint8)
+        gathered = torch.zeros(bucket.gathered_bytes, dtype=torch.uint8)
         slot = torch.zeros(bucket.sent_bytes, dtype=torch.uint8)
         for part in bucket.gathered:
-            part.view(stage).copy_(weights[part.spec.name][part.start : part.stop])
+            part.view(gathered).copy_(weights[part.spec.name][part.start : part.stop])
         if watch is None:
-            transform.apply(bucket, stage, slot)
+            transform.apply(bucket, gathered, slot)
         else:
             with watch:
-                transform.apply(bucket, stage, slot)
+                transform.apply(bucket, gathered, slot)
         for part in bucket.sent:
             spec = part.spec
             whole = loaded.setdefault(spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)))

@@ -7,8 +7,7 @@ from thread_meeting import Meeting
 
 from slimrl.data.engine import EngineError
 from slimrl.resync.engine_calls import EngineCalls
-from slimrl.resync.rank_errors import StartAgain, sync_errors_across_ranks
-from slimrl.resync.ranks import Ranks
+from slimrl.resync.ranks import Ranks, StartAgain, sync_errors_across_ranks
 from slimrl.resync.report import ResyncError
 
 

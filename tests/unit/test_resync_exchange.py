@@ -15,12 +15,11 @@ from slimrl.models.fingerprint import fingerprint
 from slimrl.quantization.fp8 import BlockFp8, quantize
 from slimrl.resync.exchange import CUT_BYTES, Exchange, messages
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
-from slimrl.resync.gather import Gatherer
-from slimrl.resync.node_transform import NodeTransform
+from slimrl.resync.pipeline import Gatherer
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.ranks import RankError
 from slimrl.resync.report import Clock
-from slimrl.resync.transform import Quantize, RoundToFp8
+from slimrl.resync.transform import NodeTransform, Quantize, RoundToFp8
 
 FP8 = BlockFp8(block=(16, 8))
 

@@ -12,7 +12,7 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.resync.buckets import cut_buckets, rows_of
 from slimrl.resync.exchange import messages
-from slimrl.resync.gather import copy_rows
+from slimrl.resync.pipeline import copy_rows
 from slimrl.resync.plan import plan_resync
 
 
@@ -156,7 +156,7 @@ def carried_out(plan, values):
     for bucket in plan.buckets:
         memory = {node: torch.full((bucket.gathered_bytes,), 255, dtype=torch.uint8) for node in plan.leaders}
         for rank, node in enumerate(plan.nodes):
-            for part, region, held in plan.writes(bucket, rank):
+            for part, region, held, _ in plan.writes(bucket, rank):
                 assert rank in held.holders
                 within = values[part.spec.name][held.region]
                 source = tuple(
@@ -164,8 +164,9 @@ def carried_out(plan, values):
                     for edge, outer in zip(region, held.region, strict=True)
                 )
                 part.view(memory[node])[part.local(region)] = within[source]
-        for part, region, held in plan.overlaps(bucket):
-            for source, targets in plan.routes(bucket, part, held):
+        for block in plan.blocks(bucket):
+            part, region = block.part, block.region
+            for source, targets in plan.routes(bucket, block):
                 here = part.view(memory[source])[part.local(region)]
                 for node in targets:
                     part.view(memory[node])[part.local(region)] = here
@@ -220,7 +221,7 @@ def test_a_node_without_a_sender_writes_only_what_it_passes_on():
     plan = plan_resync(LAYOUT, "aabb", [engine("e", "x")], transport=TransportName.collective, bucket_bytes=1000)
     (bucket,) = plan.buckets
     written = [
-        sorted((part.spec.name, region[0].start) for part, region, _ in plan.writes(bucket, rank)) for rank in range(4)
+        sorted((part.spec.name, region[0].start) for part, region, *_ in plan.writes(bucket, rank)) for rank in range(4)
     ]
     assert written == [
         [("columns", 0), ("everywhere", 0), ("rows", 0)],

@@ -15,13 +15,12 @@ from slimrl.config.schema.resync import PauseMode, TransportName, VerifyMode
 from slimrl.data.engine import EngineError
 from slimrl.models.fingerprint import fingerprint
 from slimrl.quantization.fp8 import BlockFp8
-from slimrl.resync.engine_calls import EnginesFailed, fan_out
+from slimrl.resync.engine_calls import EnginesFailed, SendThread, fan_out
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints, verified_names
 from slimrl.resync.ipc.broadcast_group import BroadcastGroup
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.resync.ranks import RankError, Ranks
-from slimrl.resync.report import Clock, ResyncError
-from slimrl.resync.sending import SendClock, SendThread
+from slimrl.resync.report import Clock, ResyncError, SendClock
 from slimrl.resync.transform import Quantize
 from slimrl.resync.transports import collective
 from slimrl.resync.transports.collective import CollectiveTransport

@@ -48,18 +48,18 @@ def send(source, transform, expectation, bucket_bytes: int, spoil: str | None = 
     loaded: dict[str, torch.Tensor] = {}
     for bucket in cut_buckets(list(source.layout()), bucket_bytes, transform):
         assert max(bucket.gathered_bytes, bucket.sent_bytes) <= bucket_bytes
-        stage = torch.zeros(bucket.gathered_bytes, dtype=torch.uint8)
+        gathered = torch.zeros(bucket.gathered_bytes, dtype=torch.uint8)
         slot = torch.zeros(bucket.sent_bytes, dtype=torch.uint8)
         for part in bucket.gathered:
-            value = part.view(stage).copy_(source.weights[part.spec.name][part.start : part.stop])
+            value = part.view(gathered).copy_(source.weights[part.spec.name][part.start : part.stop])
             if part.spec.name == spoil:
                 value[-1] += 1
-        transform.apply(bucket, stage, slot)
+        transform.apply(bucket, gathered, slot)
         for part in bucket.gathered:
             outputs = bucket.outputs(transform, part)
             views = [output.view(slot) for output in outputs]
             places = [(output, output.region) for output in outputs]
-            expectation.record((part, part.region), part.view(stage), list(zip(places, views, strict=True)))
+            expectation.record((part, part.region), part.view(gathered), list(zip(places, views, strict=True)))
             for output, view in zip(outputs, views, strict=True):
                 spec = output.spec
                 whole = loaded.setdefault(spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)))

@@ -34,9 +34,8 @@ from slimrl.data.weights import TensorPart, TensorSpec, num_rows, packed_bytes
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import BLOCK_FP8
 from slimrl.quantization.fp8 import FP8_DTYPE
-from slimrl.resync import whole_writer
-from slimrl.resync.engine_calls import EnginesFailed
-from slimrl.resync.sending import SendThread
+from slimrl.resync import version_writer
+from slimrl.resync.engine_calls import EnginesFailed, SendThread
 from slimrl.resync.transports.disk import DiskTransport
 from slimrl.toys.toy_configs import TOYS, ToySize
 
@@ -309,8 +308,8 @@ def test_a_bucket_that_a_stalled_disk_takes_late_meets_no_other_file(tmp_path, m
         assert should_continue.wait(20)
         write_at(*arguments)
 
-    write_at = whole_writer.write_at
-    monkeypatch.setattr(whole_writer, "write_at", stall)
+    write_at = version_writer.write_at
+    monkeypatch.setattr(version_writer, "write_at", stall)
     late = SendThread(lambda: send(transport, [engine], 1, random_weights(1)))
     assert stalled.wait(20)
     assert "was not sent within" in str(late.wait(0.05))

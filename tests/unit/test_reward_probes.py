@@ -17,7 +17,6 @@ from reward_cases import asked, said, sampled
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.reward import RewardPartConfig
-from slimrl.data.trajectory import Prompt
 from slimrl.rewards.comparison import equivalent
 from slimrl.rewards.loading import Supplies, load_part
 from slimrl.rewards.math import boxed_equivalent, boxed_exact
@@ -63,7 +62,6 @@ def tokens(count, *, text="", turns=None):
 
 FOUND = [calls("search"), tool("The capital is Paris")]
 LONG = " ".join(f"word{number}" for number in range(40))
-SHOWN = Prompt(prompt_id="g", messages=[{"role": "user", "content": "q"}], label="Paris")
 
 
 def shown_answer():

@@ -1,16 +1,16 @@
-"""Chunks of torch_dist files: plain ones are read without torch.load and are what it loads, all others by it."""
+"""Chunks of torch_dist files: rows of contiguous ones are read without the rest, all others whole."""
 
 import io
 import random
 import zipfile
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slimrl.checkpoints.torch_dist import torch_chunk
-from slimrl.checkpoints.torch_dist.torch_chunk import plain_layout, read_chunk
+from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk, read_rows
 
 PLAIN = {
     "bfloat16": torch.arange(6).to(torch.bfloat16).view(2, 3),
@@ -45,48 +45,67 @@ def stored(folder, raw: bytes, before: bytes = b"x" * 1000) -> SimpleNamespace:
 
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("crc32", [True, False])
-def test_a_contiguous_tensor_is_read_without_torch_load(tmp_path, monkeypatch, kind, crc32):
+def test_a_chunk_and_its_rows_are_what_was_saved(tmp_path, kind, crc32):
     torch.serialization.set_crc32_options(crc32)
     place = stored(tmp_path, saved(PLAIN[kind]))
     torch.serialization.set_crc32_options(True)
-    monkeypatch.setattr(torch_chunk.torch, "load", None)
     tensor = read_chunk(tmp_path, place)
     assert tensor.dtype == PLAIN[kind].dtype
-    assert tensor.shape == PLAIN[kind].shape
     assert torch.equal(tensor, PLAIN[kind])
     assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    shape = tuple(PLAIN[kind].shape)
+    for rows in (slice(0, size) for size in shape[:1]):
+        assert torch.equal(read_rows(tmp_path, place, shape, rows), PLAIN[kind])
+    for rows in (slice(start, start + 1) for size in shape[:1] for start in range(size)):
+        read = read_rows(tmp_path, place, shape, rows)
+        assert read.dtype == PLAIN[kind].dtype
+        assert torch.equal(read, PLAIN[kind][rows])
+    assert read_rows(tmp_path, place, (*shape, 1), slice(0, 1)) is None
+
+
+def test_rows_are_read_without_the_rest(tmp_path):
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    place, before = stored(tmp_path, saved(torch.zeros(1000, 1000))), bytes_read()
+    assert read_rows(tmp_path, place, (1000, 1000), slice(3, 5)).shape == (2, 1000)
+    assert bytes_read() - before < 200_000
+    assert read_chunk(tmp_path, place).shape == (1000, 1000)
+    assert bytes_read() - before > 4_000_000
 
 
 @pytest.mark.parametrize("kind", OTHER)
-def test_any_other_tensor_is_loaded_by_torch(tmp_path, kind):
-    raw = saved(OTHER[kind])
-    assert plain_layout(io.BytesIO(raw)) is None
-    tensor = read_chunk(tmp_path, stored(tmp_path, raw))
-    assert tensor.dtype == OTHER[kind].dtype
-    assert tensor.tolist() == OTHER[kind].tolist()
+def test_any_other_tensor_is_read_as_it_was_saved(tmp_path, kind):
+    place, tensor = stored(tmp_path, saved(OTHER[kind])), OTHER[kind].detach()
+    read = read_chunk(tmp_path, place)
+    assert read.dtype == tensor.dtype
+    assert read.tolist() == tensor.tolist()
+    rows = read_rows(tmp_path, place, tuple(tensor.shape), slice(1, 2))
+    assert rows is None if kind == "transposed" else rows.tolist() == tensor[1:2].tolist()
 
 
-def test_a_block_of_the_other_byte_order_is_loaded_by_torch(tmp_path):
-    raw = saved(torch.arange(4.0)).replace(b"little", b"bigger")
-    assert plain_layout(io.BytesIO(raw)) is None
+def test_rows_of_the_other_byte_order_are_left_to_torch(tmp_path):
+    place = stored(tmp_path, saved(torch.arange(4.0)).replace(b"little", b"bigger"))
+    assert read_rows(tmp_path, place, (4,), slice(0, 1)) is None
 
 
-def test_a_block_of_an_older_torch_which_does_not_say_its_byte_order_is_read(tmp_path):
-    raw = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved(PLAIN["float32"]))) as new, zipfile.ZipFile(raw, "w") as old:
+def test_a_chunk_of_an_older_torch_which_does_not_say_its_byte_order_is_read(tmp_path):
+    raw, tensor = io.BytesIO(), PLAIN["bfloat16"]
+    with zipfile.ZipFile(io.BytesIO(saved(tensor))) as new, zipfile.ZipFile(raw, "w") as old:
         for entry in new.infolist():
-            if not entry.filename.endswith("/byteorder"):
+            if not entry.filename.endswith(("/byteorder", "/.format_version", "/.storage_alignment")):
                 old.writestr(entry, new.read(entry))
-    assert plain_layout(io.BytesIO(raw.getvalue())) is not None
-    assert torch.equal(read_chunk(tmp_path, stored(tmp_path, raw.getvalue())), PLAIN["float32"])
+    place = stored(tmp_path, raw.getvalue())
+    assert torch.equal(read_chunk(tmp_path, place), tensor)
+    assert torch.equal(read_rows(tmp_path, place, (2, 3), slice(1, 2)), tensor[1:])
 
 
-def test_a_block_that_is_no_tensor_is_refused_or_read_by_torch(tmp_path):
-    for raw in (b"", b"PK" + bytes(500), saved(torch.ones(500))[:-200]):
+def test_a_chunk_that_is_no_tensor_is_refused(tmp_path):
+    others = [saved(value) for value in ({"a": torch.ones(3)}, [1, None])]
+    for raw in (b"", b"PK" + bytes(500), saved(torch.ones(500))[:-200], *others):
         with pytest.raises(ValueError, match=r"__0_0\.distcp: corrupt at byte 1000"):
             read_chunk(tmp_path, stored(tmp_path, raw))
-    assert plain_layout(io.BytesIO(saved({"a": torch.ones(3)}))) is None
-    assert plain_layout(io.BytesIO(saved([1, None]))) is None
+        assert read_rows(tmp_path, stored(tmp_path, raw), (500,), slice(0, 1)) is None
 
 
 def test_damaged_framing_gives_a_tensor_no_larger_than_the_block_or_a_refusal(tmp_path):
@@ -97,10 +116,13 @@ def test_damaged_framing_gives_a_tensor_no_larger_than_the_block_or_a_refusal(tm
         damaged = bytearray(raw)
         position = choice.choice([*range(data), *range(data + tensor.nbytes, len(raw))])
         damaged[position] ^= 1 << choice.randrange(8)
+        place = stored(tmp_path, bytes(damaged))
         with suppress(ValueError):
-            read = read_chunk(tmp_path, stored(tmp_path, bytes(damaged)))
+            read = read_chunk(tmp_path, place)
             assert isinstance(read, torch.Tensor)
             assert read.nbytes <= len(raw)
+        rows = read_rows(tmp_path, place, (64,), slice(60, 64))
+        assert rows is None or rows.shape == (4,)
 
 
 def test_nothing_but_tensors_comes_out_of_a_pickle(tmp_path):
@@ -108,8 +130,8 @@ def test_nothing_but_tensors_comes_out_of_a_pickle(tmp_path):
         def __reduce__(self):
             return (open, (str(tmp_path / "made"), "w"))
 
-    raw = saved(Evil())
-    assert plain_layout(io.BytesIO(raw)) is None
+    place = stored(tmp_path, saved(Evil()))
+    assert read_rows(tmp_path, place, (1,), slice(0, 1)) is None
     with pytest.raises(ValueError, match="corrupt"):
-        read_chunk(tmp_path, stored(tmp_path, raw))
+        read_chunk(tmp_path, place)
     assert not (tmp_path / "made").exists()

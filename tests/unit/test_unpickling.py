@@ -11,7 +11,6 @@ PLACES = {
     "rollout/workers/messages.py": "a socket pair between the driver and a process that it started",
     "rollout/workers/pool.py": "from such a message",
     "checkpoints/torch_dist/safe_pickle.py": "a checkpoint, of which it makes classes of an allow-list alone",
-    "checkpoints/torch_dist/torch_chunk.py": "a checkpoint, of which it makes tensors' descriptions alone",
 }
 CALLS = {"loads", "load", "Unpickler", "_Unpickler"}
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "_pickle"}

@@ -9,11 +9,10 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from slimrl.checkpoints.versions import apply
-from slimrl.checkpoints.versions.apply import file_hash
+from slimrl.checkpoints.versions import local_copy
 from slimrl.checkpoints.versions.codec import BlockCodec
 from slimrl.checkpoints.versions.directory import VersionDirectory, superfluous
-from slimrl.checkpoints.versions.local_copy import LocalCopy
+from slimrl.checkpoints.versions.local_copy import LocalCopy, file_hash
 from slimrl.checkpoints.versions.manifest import (
     Frame,
     Manifest,
@@ -24,7 +23,7 @@ from slimrl.checkpoints.versions.manifest import (
 )
 from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.weights import TensorSpec
-from slimrl.resync.last_version import LastVersion
+from slimrl.resync.version_writer import LastVersion
 
 
 def ref(version: int, writing: str = "a") -> VersionRef:
@@ -205,7 +204,7 @@ BROKEN_BLOCKS = {
 
 @pytest.mark.parametrize("kind", BROKEN_BLOCKS)
 def test_blocks_that_no_writer_makes_are_refused(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(apply, "BLOCK_BYTES", 12)
+    monkeypatch.setattr(local_copy, "BLOCK_BYTES", 12)
     spec = TensorSpec(name="w", shape=(8,), dtype="bfloat16")
     (tmp_path / "base").mkdir()
     save_file({"w": torch.zeros(8, dtype=torch.bfloat16)}, tmp_path / "base" / "model.safetensors")
@@ -221,7 +220,7 @@ def test_blocks_that_no_writer_makes_are_refused(kind, tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"version 2 .*model\.safetensors: w: a block of the bytes \d+ to \d+ follows byte"
     ):
-        apply.apply_delta(tmp_path, value, tmp_path / "base")
+        local_copy.apply_delta(tmp_path, value, tmp_path / "base")
 
 
 def test_a_delta_is_applied_to_tensors_of_its_names_and_shapes_alone(tmp_path):
@@ -235,9 +234,9 @@ def test_a_delta_is_applied_to_tensors_of_its_names_and_shapes_alone(tmp_path):
     for base in ({"v": torch.zeros(8, dtype=torch.bfloat16)}, {"w": torch.zeros(2, 4, dtype=torch.bfloat16)}):
         save_file(base, tmp_path / "base" / "model.safetensors")
         with pytest.raises(ValueError, match="has no w of this shape and type; it is no base"):
-            apply.apply_delta(tmp_path, value, tmp_path / "base")
+            local_copy.apply_delta(tmp_path, value, tmp_path / "base")
     save_file({"w": torch.zeros(8, dtype=torch.bfloat16)}, tmp_path / "base" / "model.safetensors")
-    apply.apply_delta(tmp_path, value, tmp_path / "base")
+    local_copy.apply_delta(tmp_path, value, tmp_path / "base")
     assert load_file(tmp_path / "base" / "model.safetensors")["w"].view(torch.uint8).tolist() == [1] * 16
 
 
@@ -248,7 +247,7 @@ def test_a_whole_version_with_a_tensor_that_its_manifest_lacks_is_refused(tmp_pa
     tensors = {"w": StoredTensor(spec=spec, xxh3=xxhash.xxh3_64_hexdigest(bytes(8)))}
     value = dataclasses.replace(manifest(2, None), files={"model.safetensors": 1}, tensors=tensors)
     with pytest.raises(ValueError, match="more is not in this version"):
-        apply.copy_whole(tmp_path / "v", value, tmp_path / "copy")
+        local_copy.copy_whole(tmp_path / "v", value, tmp_path / "copy")
 
 
 def test_a_place_for_copies_that_is_no_folder_is_named_with_its_setting(tmp_path):

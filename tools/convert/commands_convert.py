@@ -129,4 +129,4 @@ def megatron_to_hf(
 
 
 def _options(dtype: str, processes: int, resume: bool, no_check: bool) -> Options:
-    return Options(dtype=torch_dtype_or_keep("--dtype", dtype), processes=processes, resume=resume, check=not no_check)
+    return Options(dtype=torch_dtype_or_keep(dtype), processes=processes, resume=resume, check=not no_check)

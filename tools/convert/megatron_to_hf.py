@@ -5,7 +5,7 @@
 3. The index, the config and the tokenizer are added, and the folder is renamed.
 
 A process holds 3 times the largest Megatron tensor: the tensor, the same in Hugging Face's layout, and one of these
-cast; or the tensor, a stored chunk of it and the bytes from which torch makes the chunk.
+cast.
 """
 
 import json

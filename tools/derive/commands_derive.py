@@ -54,7 +54,7 @@ def average(
     """
     with exit_codes(), ExitStack() as stack:
         *sources, out = paths
-        torch_name, shares = torch_dtype_or_keep("--dtype", dtype), _numbers(weights)
+        torch_name, shares = torch_dtype_or_keep(dtype), _numbers(weights)
         check_new(out)
         check_sources(*sources)
         from slimrl_tools.derive.average import averaging

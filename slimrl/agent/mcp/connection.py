@@ -32,7 +32,7 @@ class ConnectionLost(ToolsUnavailable):
         taken: the server may have taken the call that met this.
     """
 
-    def __init__(self, cause: str, *, taken: bool = False) -> None:
+    def __init__(self, cause: str, *, taken: bool) -> None:
         super().__init__(cause)
         self.taken = taken
 

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slimrl.data.weights import Region
 from slimrl.models.layout_ops import GateUp
-from slimrl.models.weight_map import Entry, Slices, WeightMap
+from slimrl.models.weight_map import Entry, WeightMap
 
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -25,7 +26,7 @@ class Chunk:
     """Index of the chunk's entry in the weight map's entries."""
     shard: int
     num_shards: int
-    slices: Slices
+    slices: Region
     """Slices of the shard that the chunk fills; one per dimension."""
     key: str
     global_shape: tuple[int, ...]

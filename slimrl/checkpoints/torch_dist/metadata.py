@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.torch_dist.chunks import SHARDING, Chunk, ShardSchema
@@ -64,8 +64,8 @@ def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
             return load_object(stream)
     place = metadata.storage_data[MetadataIndex(COMMON_KEY)]
     with (folder / place.relative_path).open("rb") as stream:
-        window: Any = _create_file_view(stream, place.offset, place.length)
-        (common,) = load_object(window)
+        stream.seek(place.offset)
+        (common,) = load_object(BytesIO(stream.read(place.length)))
     return common
 
 

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema, gate_and_up_apart
 from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME
 from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk, read_rows
-from slimrl.data.weights import TensorSpec
+from slimrl.data.weights import Region, TensorSpec
 from slimrl.models.layout_ops import Identity
-from slimrl.models.weight_map import Entry, Slices
+from slimrl.models.weight_map import Entry
 
 MAX_LISTED = 10
 """Missing weights that an error names; the rest are counted."""
@@ -61,7 +62,7 @@ class StoredWeights(CheckpointReader):
                 self._entry_of[tensor.name] = index
                 self.specs[tensor.name] = TensorSpec(name=tensor.name, shape=tensor.shape, dtype=dtype)
 
-    def read(self, name: str, slices: Slices) -> Tensor:
+    def read(self, name: str, slices: Region) -> Tensor:
         """A slice of a tensor, on the CPU, in its stored dtype; it may share memory with other reads."""
         index = self._entry_of[name]
         alone = self._read_alone(self._entries[index], self._chunks_of[index], name, slices)
@@ -75,7 +76,7 @@ class StoredWeights(CheckpointReader):
     def close(self) -> None:
         self._held = None
 
-    def _read_alone(self, entry: Entry, chunks: list[Chunk], name: str, slices: Slices) -> Tensor | None:
+    def _read_alone(self, entry: Entry, chunks: list[Chunk], name: str, slices: Region) -> Tensor | None:
         """Whole rows of a tensor that a stored chunk holds as it is; None for any other tensor or slice."""
         if gate_and_up_apart(entry, chunks):
             chunk = chunks[[tensor.name for tensor in entry.hf].index(name)]
@@ -132,13 +133,12 @@ class StoredWeights(CheckpointReader):
                 return self._load(chunk.key, stored).reshape(chunk.shape)
         target = torch.empty(shape, dtype=self._dtype(chunk))
         filled = 0
-        for stored in stored_chunks:
-            overlap = _overlap(chunk.offset, shape, stored)
-            if overlap is None:
-                continue
-            in_target, in_stored = overlap
-            part = target[in_target]
-            part.copy_(self._load(chunk.key, stored)[in_stored])
+        wanted = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(shape))
+        for item in create_read_items_for_chunk_list(chunk.key, self._stored[chunk.key], [wanted]):
+            assert item.storage_index.index is not None
+            stored = stored_chunks[item.storage_index.index]
+            part = target[_slices(item.dest_offsets, item.lengths)]
+            part.copy_(self._load(chunk.key, stored)[_slices(item.storage_offsets, item.lengths)])
             filled += part.numel()
         if filled != target.numel():
             raise ValueError(f"{self.path}: {filled} of {target.numel()} elements of {chunk.key} are stored")
@@ -164,15 +164,5 @@ def check_files(path: Path, metadata: Metadata) -> None:
             raise ValueError(f"{file}: cut short, {file.stat().st_size} of {end} bytes are there")
 
 
-def _overlap(
-    offset: tuple[int, ...], shape: tuple[int, ...], chunk: ChunkStorageMetadata
-) -> tuple[Slices, Slices] | None:
-    """The intersection of a region and a chunk, in the coordinates of each; None if it is empty."""
-    in_region, in_chunk = [], []
-    for start, size, chunk_start, chunk_size in zip(offset, shape, chunk.offsets, chunk.sizes, strict=True):
-        low, high = max(start, chunk_start), min(start + size, chunk_start + chunk_size)
-        if low >= high:
-            return None
-        in_region.append(slice(low - start, high - start))
-        in_chunk.append(slice(low - chunk_start, high - chunk_start))
-    return tuple(in_region), tuple(in_chunk)
+def _slices(starts: torch.Size, lengths: torch.Size) -> Region:
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))

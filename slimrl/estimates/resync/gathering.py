@@ -13,11 +13,11 @@ def gather(plan: ResyncPlan, bucket: Bucket, machine: Machine) -> Cost:
     nbytes: Counter[int] = Counter()
     pieces: Counter[int] = Counter()
     needing = {sender.node for sender in plan.senders}
-    for part, region, piece in plan.overlaps(bucket):
-        passing_on = {source for source, _ in plan.routes(bucket, part, piece)}
-        for node, rank in plan.owners(piece).items():
+    for block in plan.blocks(bucket):
+        passing_on = {source for source, _ in plan.routes(bucket, block)}
+        for node, rank in plan.owners(block.piece).items():
             if node in needing or node in passing_on:
-                nbytes[rank] += part.region_bytes(region)
+                nbytes[rank] += block.part.region_bytes(block.region)
                 pieces[rank] += 1
     local: Counter[str] = Counter()
     remote: Counter[str] = Counter()
@@ -71,10 +71,10 @@ def transform(plan: ResyncPlan, bucket: Bucket, machine: Machine) -> Cost:
     nbytes: Counter[str] = Counter()
     places: Counter[str] = Counter()
     needing = [sender.node for sender in plan.senders]
-    for block in plan.blocks(bucket):
+    for block in plan.passed_on(bucket):
         if block.outputs:
             made = sum(part.region_bytes(region) for part, region in block.outputs)
-            passing_on = {source for source, _ in plan.routes(bucket, block.part, block.piece)}
+            passing_on = {source for source, _ in plan.routes(bucket, block)}
             nodes = [node for node in plan.owners(block.piece) if node in needing or node in passing_on]
             for node in nodes:
                 nbytes[node] += block.part.region_bytes(block.region) + made

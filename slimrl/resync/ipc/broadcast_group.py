@@ -6,14 +6,19 @@
    they are ready for them. So no kernel of NCCL runs that waits for anything but the network.
 
 The process groups are bare ones, independent of torch's default group, which spans only the trainer or only the engine.
+
+The kernels of NCCL run on a stream of their own: no other work of the process waits for them, and they wait for none.
+Torch neither watches its group nor ends the process because of it: a member that is late or gone is an error of one
+broadcast, and whoever leaves aborts the group, so no kernel keeps running on the device.
 """
 
+import os
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimrl.data.weights import GroupSpec
-from slimrl.resync.ipc.nccl_group import NcclGroup
 
 _BACKLOG = 2048
 """Backlog of the store's socket, as torch has it"""
@@ -31,6 +35,9 @@ RECEIVER_BUFFERS = 2
 
 _ERRORS = (RuntimeError, dist.DistError)
 """What torch raises for a member that left or is late."""
+
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Environment variable that torch reads when it makes a group; 0: a late broadcast does not end the process."""
 
 
 class GroupError(Exception):
@@ -135,6 +142,40 @@ class BroadcastGroup:
         return self._timeout if deadline is None else timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
+class NcclGroup:
+    """One member of the group, on the current device."""
+
+    def __init__(self, keys: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        with _environment(ERROR_HANDLING, "0"):
+            self._group: Any = dist.ProcessGroupNCCL(keys, rank, world_size, options)
+        self._stream = torch.cuda.Stream()
+
+    def broadcast(self, tensor: Tensor, timeout: timedelta) -> None:
+        """Broadcast a tensor from rank 0; returns when the tensor may be written, or read.
+
+        The first one connects the members, for which there is no deadline: a member that is lost meanwhile keeps this
+        call waiting, which whoever waits for its thread has to expect.
+
+        Args:
+            tensor: no other work on the device may still write it.
+
+        Raises:
+            RuntimeError: it did not end in time, and torch has aborted it, or the group was aborted.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        with torch.cuda.stream(self._stream):
+            # With a limit it blocks until the kernel has ended.
+            self._group.broadcast([tensor], options).wait(timeout)
+            self._stream.synchronize()
+
+    def abort(self) -> None:
+        """End a broadcast that is running, in this process alone, and free what the group holds."""
+        self._group.abort()
+
+
 def serve_store(address: str, world_size: int, timeout_s: float) -> Any:
     """The store through which the members find each other, on a free port of `address`; rank 0 keeps it."""
     # By itself torch listens on all interfaces.
@@ -157,3 +198,16 @@ def _start(call: Callable[[], None], name: str) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -20,10 +20,9 @@ from torch import Tensor
 from slimrl import device
 from slimrl.data.engine import EngineError
 from slimrl.data.weights import EngineControl, GroupSpec, TensorPart, packed_bytes
-from slimrl.resync.engine_calls import fan_out
+from slimrl.resync.engine_calls import SendThread, fan_out
 from slimrl.resync.ipc.broadcast_group import RECEIVER_BUFFERS, BroadcastGroup, GroupError, serve_store
 from slimrl.resync.ipc.shared_buffer import SharedBuffer
-from slimrl.resync.sending import SendThread
 from slimrl.resync.transports.base import Transport
 
 LEAVE_TIMEOUT_S = 5.0

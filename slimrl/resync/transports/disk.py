@@ -24,13 +24,10 @@ from slimrl.checkpoints.versions.directory import VersionDirectory
 from slimrl.checkpoints.versions.manifest import VersionRef
 from slimrl.config.schema.resync import ResyncConfig
 from slimrl.data.weights import EngineControl, TensorPart, TensorSpec, packed_bytes
-from slimrl.resync.delta_writer import DeltaWriter
 from slimrl.resync.engine_calls import fan_out
 from slimrl.resync.ipc.shared_buffer import SharedBuffer
-from slimrl.resync.last_version import LastVersion
 from slimrl.resync.transports.base import Transport
-from slimrl.resync.version_writer import VersionWriter
-from slimrl.resync.whole_writer import WholeWriter
+from slimrl.resync.version_writer import DeltaWriter, LastVersion, VersionWriter, WholeWriter
 
 log = logging.getLogger(__name__)
 

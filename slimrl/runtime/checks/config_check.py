@@ -18,7 +18,7 @@ def check_recipes(
     command: Command | None,
     files: bool,
     console: Console,
-    data: bool = False,
+    data: bool,
 ) -> bool:
     """Print the errors and warnings of each recipe; returns whether all are valid.
 

@@ -37,7 +37,7 @@ NOT_EMULATED_HERE = (
 NOT_DETERMINISTIC = "megatron-core's deterministic mode has no packed sequences in gated delta nets."
 
 
-def model_problems(loaded: LoadedRecipe, *, devices: bool = True) -> list[Problem]:
+def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
     """All problems of the checkpoint, and of the settings that must agree with it.
 
     Args:

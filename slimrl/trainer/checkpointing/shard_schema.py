@@ -27,9 +27,10 @@ from torch import Tensor
 from slimrl.checkpoints.torch_dist.chunks import SHARDING, Chunk, ShardSchema
 from slimrl.config.hf_config import num_experts
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.data.weights import Region
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig
-from slimrl.models.weight_map import Slices, WeightMap
+from slimrl.models.weight_map import WeightMap
 from slimrl.trainer.build import build_local_chunk, padded_vocab
 from slimrl.trainer.layout.fake_world import fake_world
 from slimrl.trainer.weights import local_weights, shard_place
@@ -127,7 +128,7 @@ def _chunk(stored: ShardedTensor, shard: Tensor, entry: int, weight_map: WeightM
     )
 
 
-def _place(view: Tensor, whole: Tensor) -> Slices:
+def _place(view: Tensor, whole: Tensor) -> Region:
     """The slices of `whole` that give `view`."""
     assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata, "a stored chunk is not a view of its weight"
     assert whole.is_contiguous()

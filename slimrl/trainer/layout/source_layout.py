@@ -4,10 +4,10 @@ No model is built and no process started: megatron-core numbers the ranks and as
 stages, and the weight map says how a tensor is sharded. MegatronWeightSource finds the same in a running trainer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import batched, islice
+from itertools import batched
 from typing import Any
 
 from megatron.core.parallel_state import RankGenerator
@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
-from slimrl.data.weights import SourceLayout, SourcePiece, TensorSpec
+from slimrl.data.weights import SourceLayout
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig
-from slimrl.models.weight_map import Entry, HfTensor, WeightMap
+from slimrl.models.weight_map import Entry
 from slimrl.trainer.build import padded_vocab, transformer_config
 
 RANK_ORDER = "tp-cp-ep-dp-pp"
@@ -49,33 +49,7 @@ def source_layout(hf_config: dict[str, Any], trainer: TrainerConfig, *, mtp: boo
     stages = planned_stages(trainer, model)
     num_experts = int(model.transformer.get("num_moe_experts") or 0)
     places = _Places(trainer.parallel, trainer.num_ranks, stages, num_experts, mtp)
-    return layout_of(weight_map, trainer.precision.dtype, lambda index: places.of(weight_map.entries[index]))
-
-
-def layout_of(weight_map: WeightMap, dtype: str, holders_of: Callable[[int], Sequence[Ranks]]) -> SourceLayout:
-    """Layout of every tensor of the map, in export order, with its pieces.
-
-    Args:
-        dtype: of tensors without one of their own.
-        holders_of: index of an entry -> the ranks that hold each of its shards.
-    """
-    specs = iter(weight_map.specs(dtype))
-    layout: dict[TensorSpec, tuple[SourcePiece, ...]] = {}
-    for index, entry in enumerate(weight_map.entries):
-        holders = holders_of(index)
-        for tensor in entry.hf:
-            pieces = tuple(piece for shard in range(len(holders)) for piece in _pieces(entry, tensor, shard, holders))
-            layout |= dict.fromkeys(islice(specs, len(tensor.names)), pieces)
-    return layout
-
-
-def _pieces(entry: Entry, tensor: HfTensor, shard: int, holders: Sequence[Ranks]) -> Iterator[SourcePiece]:
-    """What the holders of a shard have of a tensor; a shard may be padding alone."""
-    first_row = 0
-    for region in entry.blocks(tensor, shard, len(holders))[0]:
-        if all(part.start < part.stop for part in region):
-            yield SourcePiece(region=region, holders=holders[shard], first_row=first_row)
-            first_row += region[0].stop - region[0].start if region else 1
+    return weight_map.layout(trainer.precision.dtype, lambda index: places.of(weight_map.entries[index]))
 
 
 def _check_world(trainer: TrainerConfig) -> None:

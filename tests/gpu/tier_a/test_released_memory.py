@@ -17,7 +17,6 @@ from slimrl.trainer.layout.parallel import destroy_parallel
 from slimrl.trainer.offload import Offload
 
 ROUNDS = 3
-HELD = (MemoryPart.weights, MemoryPart.optimizer)
 SLACK_BYTES = 256 << 20
 """GPU memory that torch and cuBLAS may keep."""
 SIZES = {"hidden_size": 1024, "kv_channels": 64, "moe_ffn_hidden_size": 1536}

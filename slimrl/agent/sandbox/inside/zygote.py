@@ -34,8 +34,6 @@ MAX_PROBLEM = 1000
 """Most characters of a reason, so that a message holds it"""
 MAX_DESCRIPTORS = 8
 MAX_DESCRIPTOR = 1 << 20
-DESCRIPTORS = ("task", "stdin", "stdout", "stderr", "channel", "folder")
-"""Names of the descriptors in the order of a request; the last two are there only if it names them."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Two ranks and one stage: while the leader's stream still reads a bucket, nobody writes the next one over it."""
+"""Two ranks, one staging buffer: while the leader's stream still reads a bucket, nobody writes the next one over it."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def expected(name: str, rank: int) -> float:
 
 
 class LateCopy:
-    """Implements Transform: the stream is busy for a while before it copies the stage."""
+    """Implements Transform: the stream is busy for a while before it copies the staging buffer."""
 
     row_multiple = 1
 
@@ -100,8 +100,8 @@ def sent_halves(rank, num_ranks, port, rows):
     return seen
 
 
-@pytest.mark.proves("ranks agree on a bucket only after the leader's stream has read the stage")
-def test_a_stage_is_written_again_only_after_the_leader_has_read_it():
+@pytest.mark.proves("ranks agree on a bucket only after the leader's stream has read the staging buffer")
+def test_a_staging_buffer_is_written_again_only_after_the_leader_has_read_it():
     seen, nothing = run_ranks(sent_halves, 2, choose(1 << 18, 64), timeout_s=120)
     assert nothing == {}
     names = [f"w{i}" for i in range(NUM_TENSORS)]
