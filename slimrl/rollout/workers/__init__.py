@@ -1,1 +1,0 @@
-"""Processes that run episodes for the driver (docs/environments.md)."""
