@@ -88,20 +88,16 @@ class Ended:
 class EpisodeWorker:
     """Runs the driver's jobs. `start` comes first. All methods are called on one event loop."""
 
-    def __init__(
-        self, name: str, log_file: Path, working_directory: Path, paths: Sequence[str], variables: Mapping[str, str]
-    ) -> None:
-        """Make this process like the driver's, whose code of episodes it will load.
-
+    def __init__(self, name: str, log_file: Path, working_directory: Path, paths: Sequence[str]) -> None:
+        """
         Args:
             log_file: gets all output of this process.
+            working_directory: the driver's.
             paths: the driver's `sys.path`.
-            variables: of the driver's environment.
         """
         capture_output(log_file)
         os.chdir(working_directory)
         sys.path[:] = paths
-        os.environ.update(variables)
         SPANS.open(log_file.parent.parent / PROFILE_FOLDER, name)
         self._opened = AsyncExitStack()
         """Closes what was started, the last one first, each whatever becomes of the others"""
@@ -110,15 +106,17 @@ class EpisodeWorker:
         self._has_ended = asyncio.Event()
         self._lag, self._logs = LoopLag(), TurnLogs()
 
-    async def start(self, loaded: LoadedRecipe, engine: Engine) -> int:
+    async def start(self, loaded: LoadedRecipe, engine: Engine, variables: Mapping[str, str]) -> int:
         """Load the code of the episodes, as the driver did before the start; returns the process's id.
 
         Args:
             engine: client of the engines that has not connected yet.
+            variables: of the driver's environment. They may be secrets, and Ray keeps what a constructor is given.
 
         Raises:
             StageError: the worker cannot run episodes.
         """
+        os.environ.update(variables)
         self._engine = engine
         recipe = loaded.recipe
         sandbox = SandboxPool(recipe.agent.sandbox)
@@ -188,7 +186,7 @@ class EpisodeWorker:
                     job.prompt, trajectory_id=name, sampling=job.sampling, seed=job.seed
                 )
             ended = Ended(trajectory_id=name, trajectory=_pickled(trajectory, job), lags_s=self._lag.take())
-        except Exception:  # noqa: BLE001 - the driver raises it
+        except (Exception, SystemExit):  # noqa: BLE001 - the driver raises it
             ended = Ended(trajectory_id=name, fault=traceback.format_exc())
         finally:
             self._runner.engine.close(name)

@@ -36,6 +36,8 @@ class Runner:
             await asyncio.sleep(600)
         if prompt.label == "breaks":
             raise AssertionError("of our own")
+        if prompt.label == "exits":
+            sys.exit("for good")
         return Trajectory(
             group_id="g", trajectory_id=trajectory_id, segments=[], status=Status.completed, scratch={"x": b"x" * seed}
         )
@@ -51,9 +53,9 @@ def runner(monkeypatch) -> Runner:
 
 
 async def started(engine: RoutedEngines) -> EpisodeWorker:
-    worker = EpisodeWorker("episode worker 0", Path("run/logs/episodes_0.log"), Path.cwd(), list(sys.path), {})
+    worker = EpisodeWorker("episode worker 0", Path("run/logs/episodes_0.log"), Path.cwd(), list(sys.path))
     loaded = LoadedRecipe(recipe=Recipe(), provenance={}, path="", command="rollout")
-    assert await worker.start(loaded, engine) == os.getpid()
+    assert await worker.start(loaded, engine, {}) == os.getpid()
     return worker
 
 
@@ -102,12 +104,15 @@ async def test_a_cancelled_episode_ends_without_an_answer(runner):
     assert sorted(runner.closed) == ["a", "b", "c"]
 
 
-async def test_a_fault_of_ours_comes_with_its_traceback(runner):
+@pytest.mark.parametrize(
+    ("label", "said"), [("breaks", "AssertionError: of our own"), ("exits", "SystemExit: for good")]
+)
+async def test_a_fault_of_ours_comes_with_its_traceback(runner, label: str, said: str):
     worker = await started(engines())
-    await worker.take(pickle.dumps([job("a", "breaks")]))
+    await worker.take(pickle.dumps([job("a", label)]))
     [[ended]] = await answers(worker, 1)
     assert "in run" in ended.fault
-    assert "AssertionError: of our own" in ended.fault
+    assert said in ended.fault
     assert ended.trajectory == b""
     await worker.close()
 

@@ -285,14 +285,14 @@ class _Worker:
         # Temporary files go where those of the cluster's other processes go.
         variables = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
         actor: Any = _Actor.options(num_cpus=0, scheduling_strategy=here).remote(
-            self._name, log_file, Path.cwd(), list(sys.path), variables
+            self._name, log_file, Path.cwd(), list(sys.path)
         )
         process = _Process(actor, log_file)
         with ExitStack() as unless_ready:
             unless_ready.callback(ray.kill, actor)
             try:
                 async with asyncio.timeout(self._startup_s):
-                    process.pid = await actor.start.remote(self._loaded, self._engine)
+                    process.pid = await actor.start.remote(self._loaded, self._engine, variables)
             except RayTaskError as error:  # may be a TimeoutError too
                 raise StageError(f"{self._name}: {error.cause}", str(error)) from error
             except LOST as error:
