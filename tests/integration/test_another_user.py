@@ -99,7 +99,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         "trainer.num_ranks=2",
         "trainer.parallel.expert=2",
         "rollout.num_engines=1",
-        "agent.workers=2",
         "reward.function=key_finder:low_tokens",
     )
     run = CliRun(["train", str(RECIPES / "gspo_calculator.yaml"), *settings])

@@ -4,11 +4,13 @@ import asyncio
 import os
 import pickle
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
@@ -52,10 +54,10 @@ def runner(monkeypatch) -> Runner:
     return runner
 
 
-async def started(engine: RoutedEngines) -> EpisodeWorker:
+async def started(engine: RoutedEngines, variables: Mapping[str, str] | None = None) -> EpisodeWorker:
     worker = EpisodeWorker("episode worker 0", Path("run/logs/episodes_0.log"), Path.cwd(), list(sys.path))
     loaded = LoadedRecipe(recipe=Recipe(), provenance={}, path="", command="rollout")
-    assert await worker.start(loaded, engine, {}) == os.getpid()
+    assert await worker.start(loaded, engine, variables or {}) == os.getpid()
     return worker
 
 
@@ -122,6 +124,20 @@ async def test_the_worker_is_told_which_engines_serve(runner):
     worker = await started(client)
     await worker.take(pickle.dumps([Use(urls=("b", "c"), evaluating=("d",))]))
     assert client.in_use == (("b", "c"), ("d",))
+    await worker.close()
+
+
+async def test_the_code_of_episodes_is_loaded_where_the_drivers_variables_are(runner, monkeypatch):
+    monkeypatch.setenv("KEY_OF_A_TOOL", "before")
+    code, seen = SimpleNamespace(episode_runner=lambda recipe, engine, logs: runner), []
+
+    def load(loaded: LoadedRecipe, sandbox: SandboxPool) -> SimpleNamespace:
+        seen.append(os.environ["KEY_OF_A_TOOL"])
+        return code
+
+    monkeypatch.setattr(episode_worker, "load_episode_code", load)
+    worker = await started(engines(), {"KEY_OF_A_TOOL": "the driver's"})
+    assert seen == ["the driver's"]
     await worker.close()
 
 
