@@ -49,7 +49,7 @@ def measure(repeats: int, extra: Sequence[str]) -> list[dict[str, float]]:
             engines = processes.engines
             assert engines is not None
             urls = [address.url for address in engines.addresses]
-            with rollout_stage(recipe, task, engines, progress) as stage:
+            with rollout_stage(loaded, task, engines, progress) as stage:
                 for number in range(repeats + 1):
                     engines.flush_caches()
                     begin = time.perf_counter()

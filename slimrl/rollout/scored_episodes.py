@@ -6,7 +6,7 @@ may.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from slimrl.algorithms.selection import check_credit
@@ -19,6 +19,7 @@ from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.engines.teacher import Teacher
+from slimrl.engines.turn_logs import LoggedTurn
 from slimrl.rewards.groups import score_group
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import PartFailed
@@ -33,6 +34,22 @@ class Runner(Protocol):
     async def run(
         self, prompt: Prompt, *, trajectory_id: str, sampling: SamplingConfig, seed: int | None
     ) -> Trajectory: ...
+
+
+class Workers(Runner, Protocol):
+    """What runs episodes in other processes: EpisodeWorkers."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def begin(self, trajectory_id: str, saved: Sequence[LoggedTurn] = ()) -> None: ...
+
+    def forget(self, trajectory_id: str) -> None: ...
+
+    async def turns(self) -> Mapping[str, Sequence[LoggedTurn]]: ...
+
+    def take_lags(self) -> Sequence[float]: ...
 
 
 class ScoredEpisodes:

@@ -39,11 +39,10 @@ from slimrl.rollout.errors import TooManyFailed
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.loop_lag import LoopLag
 from slimrl.rollout.pressure import CachePressure
-from slimrl.rollout.scored_episodes import ScoredEpisodes
+from slimrl.rollout.scored_episodes import ScoredEpisodes, Workers
 from slimrl.rollout.slots import Slots
 from slimrl.rollout.start_order import StartOrder
 from slimrl.rollout.task.task import Task
-from slimrl.rollout.workers.pool import EpisodeWorkers
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class RolloutStage:
         watch: Callable[[], None],
         flush_caches: Callable[[], None],
         teacher: Teacher | None = None,
-        workers: EpisodeWorkers | None = None,
+        workers: Workers | None = None,
         loop: asyncio.Runner | LoopThread | None = None,
         scorer: Scorer | None = None,
         engine_urls: Callable[[], Sequence[str]] = lambda: (),

@@ -154,7 +154,7 @@ def _train(
                 sft_loop(run, data)
             else:
                 assert processes.engines is not None
-                with rollout_stage(recipe, task, processes.engines, progress, processes.teachers) as stage:
+                with rollout_stage(loaded, task, processes.engines, progress, processes.teachers) as stage:
                     train_loop(
                         TrainRun(
                             recipe=recipe,
@@ -245,7 +245,7 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str
             recipe, folder, progress, with_engines=True, with_teacher=True, ray_address=ray_address
         ) as processes:
             assert processes.engines is not None
-            with rollout_stage(recipe, task, processes.engines, progress, processes.teachers) as stage:
+            with rollout_stage(loaded, task, processes.engines, progress, processes.teachers) as stage:
                 trajectories = stage.rollout(prompts, label="step_000001")
         write_trajectories(out, trajectories)
         progress.say(f"{len(trajectories)} trajectories: {out}")

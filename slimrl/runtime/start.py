@@ -38,12 +38,12 @@ from slimrl.rewards.comparers import close_comparers
 from slimrl.rollout.errors import TooManyFailed
 from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.task.task import Task
-from slimrl.rollout.workers.pool import EpisodeWorkers
 from slimrl.runtime.checks.fetched_model import fetch_model
 from slimrl.runtime.checks.folder_check import check_nodes
 from slimrl.runtime.checks.start_check import read_files
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
 from slimrl.runtime.cluster.engine_group import EngineGroup
+from slimrl.runtime.cluster.episode_workers import EpisodeWorkers
 from slimrl.runtime.cluster.placement import most_slots, place_what_fits
 from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
@@ -244,13 +244,14 @@ def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None
 
 
 def rollout_stage(
-    recipe: Recipe, task: Task, engines: EngineGroup, progress: Progress, teachers: EngineGroup | None = None
+    loaded: LoadedRecipe, task: Task, engines: EngineGroup, progress: Progress, teachers: EngineGroup | None = None
 ) -> RolloutStage:
     """A rollout stage on these engines, with a client for the model's vocabulary and routing.
 
     Args:
         teachers: engines of the recipe's teacher, if the run has started any.
     """
+    recipe = loaded.recipe
     config = read_hf_config(Path(recipe.model.path))
     shape = None
     if recipe.rollout.routed_experts:
@@ -275,7 +276,7 @@ def rollout_stage(
         watch=watch,
         flush_caches=engines.flush_caches,
         teacher=_teacher(recipe, teachers, vocab_size),
-        workers=EpisodeWorkers(recipe, client, engines.logs) if recipe.agent.workers > 1 else None,
+        workers=EpisodeWorkers(loaded, client, engines.logs) if recipe.agent.workers > 1 else None,
         loop=LoopThread("slimrl-rollout") if recipe.rollout.spans_steps else None,
         scorer=client if isinstance(client, RoutedEngines) else None,
         engine_urls=lambda: [address.url for address in engines.receivers],

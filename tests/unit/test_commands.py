@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.base.errors import Preempted, RunError, StageError
+from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompts import Sampler
@@ -99,7 +100,7 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
         return made.folder
 
     @contextmanager
-    def rollout_stage(recipe, task, engines, progress, teachers=None):
+    def rollout_stage(loaded, task, engines, progress, teachers=None):
         made.teachers = teachers
         yield made
 
@@ -339,7 +340,8 @@ def test_the_client_of_a_rollout_knows_the_models_sizes(monkeypatch, routed: boo
     )
     recipe = Recipe()
     recipe.rollout.routed_experts = routed
-    start.rollout_stage(recipe, "task", engines, "progress")
+    loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="rollout")
+    start.rollout_stage(loaded, "task", engines, "progress")
     ((_, task, client, progress), named) = made[0]
     assert client == {"vocab_size": 50, "routed_experts_shape": (3, 2) if routed else None}
     assert (task, progress, named["flush_caches"], named["teacher"]) == ("task", "progress", "flush", None)
@@ -362,17 +364,18 @@ def test_a_teacher_is_on_the_engines_that_the_run_started_or_on_servers_of_other
     )
     recipe = Recipe()
     recipe.teacher.path = "teacher"
-    start.rollout_stage(recipe, "task", engines, "progress", teachers)
+    loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="rollout")
+    start.rollout_stage(loaded, "task", engines, "progress", teachers)
     assert connected == [(url, {"key": "own", "vocab_size": 50}) for url in ("http://a", "http://b")]
     made[0]["watch"]()
     assert watched == ["engines", "teachers"]
     recipe.teacher.path, recipe.teacher.urls = "", ["http://c/"]
-    start.rollout_stage(recipe, "task", engines, "progress")
+    start.rollout_stage(loaded, "task", engines, "progress")
     assert connected[2:] == [("http://c", {"key": None, "vocab_size": 50})]
     assert made[1]["teacher"]._slots.qsize() == recipe.teacher.max_concurrency_per_engine
     # Alone in its batch, a segment has the same score each time.
     recipe.deterministic = True
-    start.rollout_stage(recipe, "task", engines, "progress", teachers)
+    start.rollout_stage(loaded, "task", engines, "progress", teachers)
     assert made[2]["teacher"]._slots.qsize() == len(teachers.addresses)
 
 

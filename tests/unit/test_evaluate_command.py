@@ -64,7 +64,7 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
         yield SimpleNamespace(engines="engines")
 
     @contextmanager
-    def rollout_stage(recipe, task, engines, progress):
+    def rollout_stage(loaded, task, engines, progress):
         yield made
 
     def resolved(loaded):

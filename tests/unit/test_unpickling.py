@@ -8,8 +8,8 @@ import slimrl
 ROOT = Path(slimrl.__file__).parent
 
 PLACES = {
-    "rollout/workers/messages.py": "a socket pair between the driver and a process that it started",
-    "rollout/workers/pool.py": "from such a message",
+    "rollout/episode_worker.py": "the driver, through the Ray of its run",
+    "runtime/cluster/episode_workers.py": "an actor that it started",
     "checkpoints/torch_dist/safe_pickle.py": "a checkpoint, of which it makes classes of an allow-list alone",
 }
 CALLS = {"loads", "load", "Unpickler", "_Unpickler"}

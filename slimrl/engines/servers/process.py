@@ -51,14 +51,6 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def ended_within(self, timeout_s: float) -> bool:
-        """Whether the process ends before a deadline."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     def check(self) -> None:
         """Raises ServerError if the process has ended."""
         if (code := self._process.poll()) is not None:

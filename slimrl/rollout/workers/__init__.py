@@ -1,1 +1,0 @@
-"""Processes that run episodes for the driver (docs/agents.md#several-processes)."""
