@@ -11,10 +11,8 @@ import logging
 import math
 import os
 import resource
-import select
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +24,7 @@ import psutil
 
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, Parser, ToolCall, make_parser
 from slimrl.base.answering_process import AnsweringProcess
+from slimrl.base.lifeline import end_group_with
 
 CPU_LIMIT_S = 2
 """CPU time of one turn, rounded up to whole seconds; a usual one takes some tenths of a millisecond."""
@@ -85,7 +84,7 @@ def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
             os.closerange(first, kept)
             first = kept + 1
         os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
+        end_group_with(driver)  # its pipe ends a process that waits for a turn, but none that is stuck in one
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         logging.disable()  # whose files are closed
         gc.freeze()  # what it shares stays shared
@@ -93,14 +92,6 @@ def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
         code = 0
     finally:
         os._exit(code)
-
-
-def _end_with(driver: int) -> None:
-    """The pipe ends a process that waits for a turn; this ends one that is stuck in one, too."""
-    poll = select.poll()
-    poll.register(driver, select.POLLIN)
-    poll.poll()
-    os._exit(1)
 
 
 def _serve(questions: Any, answers: Any) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 from slimrl.agent.episode import EpisodeRunner, failed_trajectory
 from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.base.lifeline import end_with
 from slimrl.base.spans import SPANS
 from slimrl.base.threads import end_process_if_calls_hang
 from slimrl.config.load import LoadedRecipe
 from slimrl.data.engine import Engine
 from slimrl.data.trajectory import Trajectory
-from slimrl.engines.plugin.lifeline import end_with
 from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.turn_logs import TurnLogs
 from slimrl.rollout.garbage import rare_collections
