@@ -1,11 +1,13 @@
-"""Whether processes live, and the wait for their end.
+"""Whether processes live, their end and the wait for it.
 
 A process that has ended stays in the table as a zombie until somebody takes its exit code. An orphan's is taken by the
 first process of the machine or container, which may do it seconds later, or never.
 """
 
+import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
@@ -19,6 +21,13 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
+
+
+def send_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those that have not ended."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def await_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
