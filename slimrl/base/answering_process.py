@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-END_S = 10.0
-"""Seconds that a killed process may take to end."""
+from slimrl.base.processes import END_S
+
 _READ_BYTES = 65536
 
 

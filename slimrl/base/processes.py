@@ -4,7 +4,10 @@ A process that has ended stays in the table as a zombie until somebody takes its
 first process of the machine or container, which may do it seconds later, or never.
 """
 
+import asyncio
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,6 +15,8 @@ from contextlib import suppress
 import psutil
 
 _POLL_S = 0.01
+END_S = 10.0
+"""Seconds that a killed process may take to end."""
 
 
 def lives(process: psutil.Process) -> bool:
@@ -36,3 +41,27 @@ def await_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psu
     while (alive := [process for process in alive if lives(process)]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return alive
+
+
+async def ended(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until a process has ended, without reaping it."""
+    loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+    handle = os.pidfd_open(process.pid)
+    loop.add_reader(handle, has_ended.set)
+    try:
+        await has_ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+async def end_group(process: "subprocess.Popen[bytes]") -> int | None:
+    """Kill all that is left of the group that a process leads, and give its exit code, None if it lives on.
+
+    It must not be reaped yet, so that no other group can have its number.
+    """
+    os.killpg(process.pid, signal.SIGKILL)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await ended(process)
+    return process.poll()

@@ -36,10 +36,6 @@ def start():
         process.end()
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_requests_of_any_size_and_text_come_back_as_they_were(start):
     process = start(ECHO)
     process.wait_ready()
@@ -63,13 +59,13 @@ def test_requests_of_any_size_and_text_come_back_as_they_were(start):
     ],
 )
 def test_one_that_ends_instead_of_answering_says_how(start, ends: str, error: type[Exception], said: str):
-    before = num_descriptors()
     process = start(f"{READY}sys.stdin.readline()\n{ends}")
     process.wait_ready()
     with pytest.raises(error, match=said):
         process.ask(["a"])
     assert not process.lives
-    assert num_descriptors() == before
+    assert process._requests.closed
+    assert process._answers.closed
 
 
 def test_one_that_has_ended_before_it_is_asked_says_how(start):
@@ -126,10 +122,14 @@ def test_no_json_is_no_answer_and_ends_the_process(start):
 
 
 def test_one_that_cannot_be_started_leaves_no_descriptors():
-    def refuse(requests: int, answers: int) -> psutil.Process:
+    given = []
+
+    def refuse(*descriptors: int) -> psutil.Process:
+        given.extend(descriptors)
         raise BlockingIOError(11, "no process more")
 
-    before = num_descriptors()
+    files = set(os.listdir("/proc/self/fd"))
     with pytest.raises(BlockingIOError):
         AnsweringProcess(refuse, work="adds", over_limit="", deadline_s=1.0)
-    assert num_descriptors() == before
+    assert len(given) == 2
+    assert set(os.listdir("/proc/self/fd")) <= files
