@@ -34,7 +34,7 @@ def serve_shipped(arguments: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    from slimrl.engines.plugin.lifeline import end_with
+    from slimrl.base.lifeline import end_with
 
     end_with(int(arguments[0]))
     run_server(prepare_server_args(arguments[1:]))

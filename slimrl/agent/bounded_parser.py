@@ -10,11 +10,12 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from queue import Empty, LifoQueue
 from typing import Any
 
-from slimrl.agent.parser_process import DEADLINE_S, OutOfCpuTime, ParserFailed, ParserProcess, ParserRaised
+from slimrl.agent.parser_process import DEADLINE_S, WORK, parsed, start_parser
 from slimrl.agent.parsers import MalformedCall, NoCalls, ParsedTurn, make_parser
+from slimrl.base.answering_process import OutOfCpuTime
+from slimrl.base.process_pool import ProcessPool
 from slimrl.base.threads import ReusedThreads
 
 log = logging.getLogger(__name__)
@@ -52,80 +53,42 @@ class BoundedParser:
         """What the parser reads in a policy's turn; a malformed call if it takes too long.
 
         Raises:
-            ParserFailed: the parser raised, its process ended, or no process was free in time.
+            ParserFailed: the parser raised.
+            ProcessFailed: its process ended, or no process was free in time.
         """
         if isinstance(self._parser, NoCalls) or self._cannot_call(text):
             return ParsedTurn(content=text.strip(), calls=[])
         given_up = threading.Event()
         try:
-            parsed: ParsedTurn = await _threads.run(lambda: _processes.parse(self._name, self._schemas, text, given_up))
+            turn: ParsedTurn = await _threads.run(lambda: self._parsed(text, given_up))
         finally:
             given_up.set()
-        return parsed
+        return turn
 
-
-class _Processes:
-    """The pool of parser processes, forked when needed; may be used from many threads."""
-
-    def __init__(self) -> None:
-        # Last in, first out: a process that runs is used before another one is forked.
-        self._slots: LifoQueue[ParserProcess | None] = LifoQueue()
-        for _ in range(NUM_PROCESSES):
-            self._slots.put(None)
-        self._forking = threading.Lock()
-        self._slow: set[str] = set()
-        """Names of the parsers of which a turn took too long"""
-
-    def parse(self, name: str, schemas: str, text: str, given_up: threading.Event) -> ParsedTurn:
-        """See `BoundedParser.read`. A turn that is given up before a process is free for it is not parsed."""
+    def _parsed(self, text: str, given_up: threading.Event) -> ParsedTurn:
+        """A turn that is given up before a process is free for it is not parsed."""
         try:
-            process = self._slots.get(timeout=DEADLINE_S)
-        except Empty:
-            raise ParserFailed(f"no process that parses turns was free within {DEADLINE_S:g} s") from None
-        kept = None
-        try:
-            if given_up.is_set():
-                kept = process
-                raise ParserFailed("nobody waits for this turn any more")
-            if process is None:
-                with self._forking:
-                    process = ParserProcess()
-            parsed = process.parse(name, schemas, text)
-            kept = process
-        except ParserRaised:
-            kept = process
-            raise
+            with _processes.process(given_up.is_set) as process:
+                return parsed(process, self._name, self._schemas, text)
         except OutOfCpuTime as error:
-            if name not in self._slow:
-                self._slow.add(name)
-                log.warning("parser %s: %s, which makes the turn a malformed call; said once", name, error)
+            if self._name not in _slow:
+                _slow.add(self._name)
+                log.warning("parser %s: %s, which makes the turn a malformed call; said once", self._name, error)
             return ParsedTurn(content=text.strip(), calls=[MalformedCall(problem=NOT_IN_TIME)])
-        finally:
-            try:
-                if process is not None and kept is None:
-                    process.end()
-            finally:
-                self._slots.put(kept)
-        return parsed
 
-    def close(self) -> None:
-        """End the processes that parse nothing; the others end with their parse and this process's pipe."""
-        taken: list[ParserProcess | None] = []
-        with suppress(Empty):
-            while True:
-                taken.append(self._slots.get_nowait())
-        for process in taken:
-            try:
-                if process is not None:
-                    process.end()
-            finally:
-                self._slots.put(None)
+
+def _pool() -> ProcessPool:
+    return ProcessPool(start_parser, work=WORK, num_processes=NUM_PROCESSES, turn_s=DEADLINE_S)
 
 
 _threads = ReusedThreads()
-_processes = _Processes()
+_processes = _pool()
+_slow: set[str] = set()
+"""Names of the parsers of which a turn took too long"""
 
 
 def close_parsers() -> None:
     """End the processes; the next parse forks new ones."""
-    _processes.close()
+    global _processes
+    processes, _processes = _processes, _pool()
+    processes.close()

@@ -11,11 +11,8 @@ import logging
 import math
 import os
 import resource
-import select
 import signal
-import struct
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -23,128 +20,55 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NoReturn
 
+import psutil
+
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, Parser, ToolCall, make_parser
+from slimrl.base.answering_process import AnsweringProcess
+from slimrl.base.lifeline import end_group_with
 
 CPU_LIMIT_S = 2
 """CPU time of one turn, rounded up to whole seconds; a usual one takes some tenths of a millisecond."""
 DEADLINE_S = 60.0
 """Wall clock for an answer: only a process that got stuck, or a machine that is overloaded, reaches it."""
-END_S = 10.0
-"""Seconds that a killed process may take to end"""
-_LENGTH = struct.Struct("!Q")
-
-
-class OutOfCpuTime(Exception):
-    """A turn took more than CPU_LIMIT_S."""
+WORK = "parses turns"
 
 
 class ParserFailed(Exception):
-    """The process ended otherwise, or got stuck."""
-
-
-class ParserRaised(ParserFailed):
     """The parser raised; the process goes on."""
 
 
-class ParserProcess:
-    """One process that parses turns, used by one thread at a time."""
+def start_parser() -> AnsweringProcess:
+    """A new process, for `parsed`."""
+    over_limit = f"a turn took more than {CPU_LIMIT_S} s of CPU time to parse"
+    return AnsweringProcess(_fork, work=WORK, over_limit=over_limit, deadline_s=DEADLINE_S)
 
-    def __init__(self) -> None:
-        questions, self._questions = os.pipe()
-        self._answers, answers = os.pipe()
-        driver = os.pidfd_open(os.getpid())
-        os.set_blocking(self._questions, False)
-        sys.stdout.flush()
-        sys.stderr.flush()
+
+def parsed(process: AnsweringProcess, name: str, schemas: str, text: str) -> ParsedTurn:
+    """What a parser reads in a turn. Raises ParserFailed, and as AnsweringProcess.ask.
+
+    Args:
+        name, schemas: of the parser, as for `make_parser`, the schemas as JSON.
+    """
+    answer = process.ask([name, schemas, text])
+    if problem := answer.get("error"):
+        raise ParserFailed(problem)
+    return ParsedTurn(content=answer["content"], calls=[_call(one) for one in answer["calls"]])
+
+
+def _fork(questions: int, answers: int) -> psutil.Process:
+    driver = os.pidfd_open(os.getpid())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
         with warnings.catch_warnings():
             # Locks that another thread holds stay held in the copy. One that waits for such a lock meets DEADLINE_S.
             warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                self.pid = os.fork()
-            except OSError:
-                for descriptor in (questions, self._questions, self._answers, answers, driver):
-                    os.close(descriptor)
-                raise
-        self._lives = True
-        if not self.pid:
+            pid = os.fork()
+        if not pid:
             _serve_and_exit(questions, answers, driver)
-        for descriptor in (questions, answers, driver):
-            os.close(descriptor)
-
-    def parse(self, name: str, schemas: str, text: str) -> ParsedTurn:
-        """What a parser reads in a turn. After an exception other than ParserRaised the process has ended, or must.
-
-        Args:
-            name, schemas: of the parser, as for `make_parser`, the schemas as JSON.
-
-        Raises:
-            OutOfCpuTime: the turn took too long.
-            ParserFailed: see there, and ParserRaised.
-        """
-        deadline = time.monotonic() + DEADLINE_S
-        try:
-            self._write(_framed(json.dumps([name, schemas, text]).encode()), deadline)
-            answer = json.loads(self._read(deadline))
-        except (BrokenPipeError, EOFError):
-            raise self._cause_of_end() from None
-        if problem := answer.get("error"):
-            raise ParserRaised(problem)
-        return ParsedTurn(content=answer["content"], calls=[_call(one) for one in answer["calls"]])
-
-    def end(self) -> None:
-        """Kill it and close its pipes, unless it has ended."""
-        if self._lives:
-            os.kill(self.pid, signal.SIGKILL)
-            self._reap()
-
-    def _reap(self) -> int:
-        self._lives = False
-        os.close(self._questions)
-        os.close(self._answers)
-        deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.002)
-        raise ParserFailed(f"the process {self.pid} that parses turns did not end within {END_S:g} s")
-
-    def _cause_of_end(self) -> Exception:
-        code = self._reap()
-        if code == -signal.SIGXCPU:
-            return OutOfCpuTime(f"a turn took more than {CPU_LIMIT_S} s of CPU time to parse")
-        return ParserFailed(f"the process that parses turns ended with code {code}")
-
-    def _write(self, content: bytes, deadline: float) -> None:
-        left = memoryview(content)
-        while left:
-            self._wait(self._questions, select.POLLOUT, deadline)
-            left = left[os.write(self._questions, left[: select.PIPE_BUF]) :]
-
-    def _read(self, deadline: float) -> bytes:
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
-        return self._exactly(length, deadline)
-
-    def _exactly(self, length: int, deadline: float) -> bytes:
-        content = bytearray()
-        while len(content) < length:
-            self._wait(self._answers, select.POLLIN, deadline)
-            part = os.read(self._answers, length - len(content))
-            if not part:
-                raise EOFError
-            content += part
-        return bytes(content)
-
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-            self.end()
-            raise ParserFailed(f"the process that parses turns did not answer within {DEADLINE_S:g} s")
-
-
-def _framed(content: bytes) -> bytes:
-    return _LENGTH.pack(len(content)) + content
+        return psutil.Process(pid)
+    finally:
+        os.close(driver)
 
 
 def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
@@ -160,7 +84,7 @@ def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
             os.closerange(first, kept)
             first = kept + 1
         os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
+        end_group_with(driver)  # its pipe ends a process that waits for a turn, but none that is stuck in one
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         logging.disable()  # whose files are closed
         gc.freeze()  # what it shares stays shared
@@ -170,31 +94,23 @@ def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
         os._exit(code)
 
 
-def _end_with(driver: int) -> None:
-    """The pipe ends a process that waits for a turn; this ends one that is stuck in one, too."""
-    poll = select.poll()
-    poll.register(driver, select.POLLIN)
-    poll.poll()
-    os._exit(1)
-
-
 def _serve(questions: Any, answers: Any) -> None:
     parser_of = lru_cache(1000)(lambda name, schemas: make_parser(name, json.loads(schemas)))
-    while head := questions.read(_LENGTH.size):
-        name, schemas, text = json.loads(questions.read(*_LENGTH.unpack(head)))
+    answers.write(b"true\n")
+    for line in questions:
+        name, schemas, text = json.loads(line)
         _, most = resource.getrlimit(resource.RLIMIT_CPU)  # of its user, who may not raise it
         limit = math.ceil(time.process_time()) + CPU_LIMIT_S
         resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
-        answers.write(_framed(_answer(parser_of, name, schemas, text)))
+        answers.write(_answer(parser_of, name, schemas, text).encode() + b"\n")
 
 
-def _answer(parser_of: Callable[[str, str], Parser], name: str, schemas: str, text: str) -> bytes:
+def _answer(parser_of: Callable[[str, str], Parser], name: str, schemas: str, text: str) -> str:
     try:
         turn = parser_of(name, schemas).parse(text)
-        calls = [_fields(one) for one in turn.calls]
-        return json.dumps({"content": turn.content, "calls": calls}).encode()
+        return json.dumps({"content": turn.content, "calls": [_fields(one) for one in turn.calls]})
     except Exception as error:  # noqa: BLE001 - a parser of the task's own raises anything
-        return json.dumps({"error": repr(error)}).encode()
+        return json.dumps({"error": repr(error)})
 
 
 def _fields(call: ToolCall | MalformedCall) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from slimrl.base.processes import await_end
+from slimrl.base.processes import await_end, send_all
 
 RUN, PREEMPT, END = "run", "preempt", "end"
 
@@ -104,10 +104,6 @@ def _end(child: subprocess.Popen[bytes], family: set[psutil.Process], timeout_s:
             child.wait()
     # The survivors are orphans: nobody else will end them.
     alive = await_end(family, 2.0)
-    for end in (psutil.Process.terminate, psutil.Process.kill):
-        for process in alive:
-            try:
-                end(process)
-            except psutil.NoSuchProcess:
-                continue
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        send_all(alive, number)
         alive = await_end(alive, timeout_s)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-import httpx
+import aiohttp
 
 from slimrl.rewards.retries import Retries
 
@@ -59,23 +59,23 @@ class JsonEndpoint:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
         self._max_running, self._timeout_s = max_running, timeout_s
-        self._retries = Retries(limit=retries, errors=(httpx.TransportError, EndpointBusy, TimeoutError))
+        self._retries = Retries(limit=retries, errors=(ConnectionError, EndpointBusy, TimeoutError))
 
     async def start(self) -> None:
         """Open the client, on the event loop that will use it."""
         self._places = asyncio.Semaphore(self._max_running)
         # The deadline is that of the whole attempt, below.
-        self._client = httpx.AsyncClient(headers=self._headers, timeout=None, trust_env=False)
+        self._client = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON that a request is answered with.
 
         Raises:
             EndpointError: a status that is not 2xx, or an answer that is no JSON.
-            httpx.TransportError: no connection, in all attempts.
+            ConnectionError: no connection, or it broke, in all attempts.
             TimeoutError: no answer in time, in all attempts.
         """
         async with self._places:
@@ -83,19 +83,22 @@ class JsonEndpoint:
 
     async def _attempt(self, path: str, body: Mapping[str, Any]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                # In ASCII: half of a surrogate pair, which a policy may write in a call, has no other form.
-                response = await self._client.post(self.url + path, content=json.dumps(body), headers=_JSON)
-        except httpx.TransportError as error:
-            raise type(error)(f"{self.url}{path}: {error}") from error
+            # In ASCII: half of a surrogate pair, which a policy may write in a call, has no other form.
+            data, url = json.dumps(body), self.url + path
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.post(url, data=data, headers=_JSON, allow_redirects=False) as response,
+            ):
+                content = await response.read()
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"{self.url}{path}: {error}") from error
         except TimeoutError:
             raise TimeoutError(f"{self.url}{path} did not answer within {self._timeout_s:g} s") from None
-        if not response.is_success:
-            kind = EndpointBusy if response.status_code in RETRIED else EndpointError
-            raise kind(f"{self.url}{path}: {response.status_code}: {response.text[:MAX_CAUSE_CHARACTERS]}")
+        said = content.decode(errors="replace")[:MAX_CAUSE_CHARACTERS]
+        if not 200 <= response.status < 300:
+            kind = EndpointBusy if response.status in RETRIED else EndpointError
+            raise kind(f"{self.url}{path}: {response.status}: {said}")
         try:
-            return response.json()
+            return json.loads(content)
         except ValueError as error:
-            raise EndpointError(
-                f"{self.url}{path} answered with no JSON: {response.text[:MAX_CAUSE_CHARACTERS]}"
-            ) from error
+            raise EndpointError(f"{self.url}{path} answered with no JSON: {said}") from error

@@ -6,8 +6,9 @@ equality.py decides most kinds of answers exactly, and says which pairs of expre
 import logging
 import re
 
+from slimrl.base.answering_process import OutOfCpuTime
 from slimrl.data.trajectory import Prompt, Trajectory
-from slimrl.rewards.comparers import OutOfCpuTime, shared_comparers
+from slimrl.rewards.comparers import shared_comparers
 from slimrl.rewards.equality import Ask, is_label
 from slimrl.rewards.labels import checked_by, only_label
 from slimrl.rewards.latex import plain
@@ -63,7 +64,7 @@ def boxed_equivalent(trajectory: Trajectory, prompt: Prompt) -> float:
 
     Raises:
         ValueError: the label is no final answer.
-        ComparerFailed: such a process failed; whether the answer is right is unknown.
+        ProcessFailed: such a process failed; whether the answer is right is unknown.
     """
     try:
         return _reward(trajectory, prompt, _equivalent)

@@ -55,7 +55,7 @@ class ProcessReward:
         self._credit, self._tag = TurnCredit(credit), step_tag
 
     async def start(self) -> None:
-        """Raises EndpointError, TimeoutError or httpx.TransportError if the model is not served as it should be."""
+        """Raises EndpointError, TimeoutError or ConnectionError if the model is not served as it should be."""
         await self._endpoint.start()
         await self._scores("1 + 1?", ["2"])
 

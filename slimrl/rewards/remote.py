@@ -37,7 +37,7 @@ class Remote:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Raises EndpointError, TimeoutError or httpx.TransportError if the server does not answer as it should."""
+        """Raises EndpointError, TimeoutError or ConnectionError if the server does not answer as it should."""
         await self._endpoint.start()
         await self._ask([])
 

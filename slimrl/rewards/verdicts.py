@@ -42,7 +42,7 @@ class Judges:
         """Ask for the verdict on an example, which is not kept; returns its line.
 
         Raises:
-            EndpointError, TimeoutError, httpx.TransportError: the endpoint does not have the model.
+            EndpointError, TimeoutError, ConnectionError: the endpoint does not have the model.
             NoVerdict: the model does not give verdicts of this form.
         """
         await self._endpoint.start()
@@ -61,7 +61,7 @@ class Judges:
 
         Raises:
             NoVerdict: it has another form.
-            EndpointError, TimeoutError, httpx.TransportError: as of JsonEndpoint.post.
+            EndpointError, TimeoutError, ConnectionError: as of JsonEndpoint.post.
         """
         request = {**self._request, "messages": _messages(text)}
         key = hashlib.sha256(json.dumps([self._endpoint.url, request], sort_keys=True).encode()).hexdigest()

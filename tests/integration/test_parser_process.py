@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from slimrl.agent import bounded_parser, parser_process
-from slimrl.agent.bounded_parser import NOT_IN_TIME, BoundedParser, _Processes, close_parsers
-from slimrl.agent.parser_process import OutOfCpuTime, ParserFailed, ParserProcess
+from slimrl.agent import bounded_parser
+from slimrl.agent.bounded_parser import NOT_IN_TIME, BoundedParser, close_parsers
+from slimrl.agent.parser_process import ParserFailed, parsed, start_parser
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall, make_parser
+from slimrl.base.answering_process import AnsweringProcess, OutOfCpuTime, ProcessFailed
 from slimrl.base.threads import task_threads
 from slimrl.config.package_fields import tool_call_parsers
 
@@ -97,7 +98,7 @@ async def test_a_parser_that_raises_keeps_its_process():
             await parser.read("x")
     (process,) = [one for one in bounded_parser._processes._slots.queue if one is not None]
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(ParserFailed, match="ended with code -9"):
+    with pytest.raises(ProcessFailed, match="the process that parses turns ended by SIGKILL"):
         await parser.read("x")
     with pytest.raises(ParserFailed, match="ZeroDivisionError"):
         await parser.read("x")
@@ -125,18 +126,14 @@ def num_descriptors() -> int:
 
 
 def test_a_process_whose_answer_is_refused_is_ended(monkeypatch: pytest.MonkeyPatch):
-    slots, before, pids = _Processes(), num_descriptors(), []
-
-    def refuse(process: ParserProcess, deadline: float) -> bytes:
-        pids.append(process.pid)
-        return b"no JSON"
-
-    monkeypatch.setattr(ParserProcess, "_read", refuse)
+    before, process = num_descriptors(), start_parser()
+    process.wait_ready()
+    monkeypatch.setattr(AnsweringProcess, "_line", lambda process, deadline: b"no JSON")
     with pytest.raises(json.JSONDecodeError):
-        slots.parse("hermes", json.dumps([TOOL]), CALL, threading.Event())
+        parsed(process, "hermes", json.dumps([TOOL]), CALL)
     assert num_descriptors() == before
     with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
+        os.kill(process.pid, 0)
 
 
 def test_a_fork_that_fails_leaves_no_descriptors_open(monkeypatch: pytest.MonkeyPatch):
@@ -146,16 +143,17 @@ def test_a_fork_that_fails_leaves_no_descriptors_open(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "fork", fail)
     before = num_descriptors()
     with pytest.raises(BlockingIOError):
-        ParserProcess()
+        start_parser()
     assert num_descriptors() == before
 
 
 def test_a_process_that_is_stuck_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(parser_process, "DEADLINE_S", 0.5)
-    process = ParserProcess()
+    monkeypatch.setattr("slimrl.agent.parser_process.DEADLINE_S", 0.5)
+    process = start_parser()
+    process.wait_ready()
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(ParserFailed, match="did not answer within"):
-        process.parse("hermes", "[]", "x" * 1_000_000)
+    with pytest.raises(ProcessFailed, match=r"the process that parses turns did not answer within 0\.5 s"):
+        parsed(process, "hermes", "[]", "x" * 1_000_000)
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
 
@@ -163,30 +161,32 @@ def test_a_process_that_is_stuck_is_ended(monkeypatch: pytest.MonkeyPatch):
 def test_a_process_holds_none_of_the_drivers_files(tmp_path: Any):
     BoundedParser("hermes", [TOOL])
     with (tmp_path / "file").open("w") as file:
-        process = ParserProcess()
-        process.parse("hermes", json.dumps([TOOL]), "x")
+        process = start_parser()
+        process.wait_ready()
         held = [os.readlink(f"/proc/{process.pid}/fd/{one}") for one in os.listdir(f"/proc/{process.pid}/fd")]
         process.end()
     assert file.name not in held
     assert len(held) == 6, held  # with its end of each pipe, and a descriptor of this process to end with
 
 
-def test_all_processes_are_ended():
-    slots = _Processes()
-    processes = [ParserProcess() for _ in range(slots._slots.qsize())]
-    slots._slots.queue[:] = processes
-    slots.close()
-    assert list(slots._slots.queue) == [None] * len(processes)
-    for process in processes:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process.pid, 0)
+async def test_all_processes_are_ended_and_the_next_turn_has_a_new_one():
+    parser = BoundedParser("hermes", [TOOL])
+    await parser.read(CALL)
+    (pid,) = bounded_parser._processes.pids
+    close_parsers()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert bounded_parser._processes.pids == []
+    assert (await parser.read(CALL)).calls
+    assert len(bounded_parser._processes.pids) == 1
 
 
 def test_a_users_own_limit_of_cpu_time_stays():
     BoundedParser("hermes", [TOOL])
-    process = ParserProcess()
+    process = start_parser()
+    process.wait_ready()
     resource.prlimit(process.pid, resource.RLIMIT_CPU, (1000, 1000))
-    assert process.parse("hermes", json.dumps([TOOL]), CALL).calls
+    assert parsed(process, "hermes", json.dumps([TOOL]), CALL).calls
     soft, hard = resource.prlimit(process.pid, resource.RLIMIT_CPU)
     process.end()
     assert 0 < soft <= 10
@@ -195,17 +195,17 @@ def test_a_users_own_limit_of_cpu_time_stays():
 
 async def test_a_turn_waits_for_a_process_no_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bounded_parser, "DEADLINE_S", 0.3)
-    monkeypatch.setattr(bounded_parser, "_processes", _Processes())
+    monkeypatch.setattr(bounded_parser, "_processes", bounded_parser._pool())
     bounded_parser._processes._slots.queue.clear()  # as while all of them parse
     async with asyncio.timeout(20):
-        with pytest.raises(ParserFailed, match="was free within"):
+        with pytest.raises(ProcessFailed, match=r"no process that parses turns was free within 0\.3 s"):
             await BoundedParser("hermes", [TOOL]).read(CALL)
 
 
 async def test_a_turn_that_nobody_waits_for_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bounded_parser, "_processes", _Processes())
-    slots, parsed = bounded_parser._processes._slots, []
-    monkeypatch.setattr(ParserProcess, "parse", lambda *call: parsed.append(call))
+    monkeypatch.setattr(bounded_parser, "_processes", bounded_parser._pool())
+    slots, asked = bounded_parser._processes._slots, []
+    monkeypatch.setattr(AnsweringProcess, "ask", lambda *call: asked.append(call))
     taken = [slots.get() for _ in range(slots.qsize())]
     waiting = asyncio.create_task(BoundedParser("hermes", [TOOL]).read(CALL))
     await asyncio.sleep(0.2)
@@ -216,7 +216,8 @@ async def test_a_turn_that_nobody_waits_for_is_not_parsed(monkeypatch: pytest.Mo
     async with asyncio.timeout(20):
         while task_threads():
             await asyncio.sleep(0.01)
-    assert parsed == []
+    assert asked == []
+    assert bounded_parser._processes.pids == []
     assert list(slots.queue) == taken
 
 
@@ -277,10 +278,11 @@ class StuckParser:
 STUCK = """
 import os, signal, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from slimrl.agent.parser_process import ParserProcess
-process = ParserProcess()
-process.parse("test_parser_process:StuckParser", "[]", "first")
-threading.Thread(target=process.parse, args=("test_parser_process:StuckParser", "[]", "stuck")).start()
+from slimrl.agent.parser_process import parsed, start_parser
+process = start_parser()
+process.wait_ready()
+parsed(process, "test_parser_process:StuckParser", "[]", "first")
+threading.Thread(target=parsed, args=(process, "test_parser_process:StuckParser", "[]", "stuck")).start()
 time.sleep(0.5)
 print(process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -335,12 +337,16 @@ def test_every_parser_ends_on_hostile_texts(name: str):
     for _ in range(12):
         first, again, last = rng.choices(pieces, k=3)
         texts.append(first + again * rng.choice([30, 300, 3000]) + last)
-    process, slow = ParserProcess(), []
+    process, slow = None, []
     for text in texts:
+        if process is None:
+            process = start_parser()
+            process.wait_ready()
         try:
-            assert isinstance(process.parse(name, json.dumps([TOOL]), text), ParsedTurn)
+            assert isinstance(parsed(process, name, json.dumps([TOOL]), text), ParsedTurn)
         except OutOfCpuTime:
-            process = ParserProcess()
+            process = None
             slow.append(text[:40])
-    process.end()
+    if process is not None:
+        process.end()
     assert len(slow) < 5, slow

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slimrl.base.answering_process import OutOfCpuTime, ProcessFailed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
-from slimrl.rewards.comparers import MEMORY_BYTES, ComparerFailed, Comparers, OutOfCpuTime
+from slimrl.rewards.comparers import MEMORY_BYTES, Comparers
 from slimrl.rewards.math import boxed_equivalent
 from slimrl.rewards.scoring import score
 
@@ -137,7 +138,7 @@ def test_a_process_that_was_killed_is_replaced(threads: ThreadPoolExecutor):
 
 def test_a_process_that_is_stuck_is_ended_at_its_deadline():
     comparers = Comparers(max_processes=1, deadline_s=0.01)
-    with pytest.raises(ComparerFailed, match=r"did not respond within 0\.01 s"):
+    with pytest.raises(ProcessFailed, match=r"did not answer within 0\.01 s"):
         comparers.equivalent("x+x", "2x")
     assert comparers.pids == []
 
@@ -148,7 +149,7 @@ def test_closing_ends_the_processes_and_what_waits_for_them(comparers: Comparers
     pids = comparers.pids
     comparers.close()
     assert not any(map(runs, pids))
-    assert {type(future.exception(WAIT_S)) for future in waiting} == {ComparerFailed}
+    assert {type(future.exception(WAIT_S)) for future in waiting} == {ProcessFailed}
     assert comparers.pids == []
 
 

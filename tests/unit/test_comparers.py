@@ -1,173 +1,87 @@
-"""How the processes that compare answers are started, asked, replaced and ended, with stand-ins for them."""
+"""How the processes that compare answers are asked, with stand-ins for them, and what they do."""
 
-import asyncio
 import io
 import json
-import signal
-import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from slimrl.base.answering_process import ProcessFailed
 from slimrl.rewards import comparers, comparison
-from slimrl.rewards.comparers import ComparerFailed, Comparers, OutOfCpuTime
-from slimrl.rewards.deadline import within
-from slimrl.rewards.scoring import call_reward
+from slimrl.rewards.comparers import Comparers
 
 
 class Process:
-    """Answers what it is told to, line by line; with None it is stuck, with a number it ends by that code."""
+    """Answers what it is told to, and has so much memory then."""
 
-    def __init__(self, command, answers) -> None:
-        self.command, self.answers, self.asked = command, [True, *answers], []
-        self.pid, self.code, self.waited, self.killed = 100 + len(answers), None, [], 0
-        self.closed = []
-        self.stdin = SimpleNamespace(write=self.ask, flush=lambda: self.asked.append("sent"), close=self.close)
-        self.stdout = SimpleNamespace(readline=self.answer, close=lambda: self.closed.append("stdout"))
+    def __init__(self, start, *, answers, sizes, **how) -> None:
+        self.start, self.answers, self.sizes, self.how, self.asked, self.lives = start, answers, sizes, how, [], True
 
-    def close(self) -> None:
-        self.closed.append("stdin")
-        # What was written and not read is left in the pipe.
-        raise BrokenPipeError
+    def wait_ready(self) -> None:
+        self.asked.append("ready")
 
-    def ask(self, line: bytes) -> None:
-        if self.code is not None or self.answers == ["broken pipe"]:
-            self.code = self.code if self.code is not None else 4
-            raise BrokenPipeError
-        assert line.endswith(b"\n")
-        self.asked.append(json.loads(line))
+    def ask(self, request):
+        self.asked.append(request)
+        return self.answers.pop(0)
 
-    def answer(self) -> bytes:
-        answer = self.answers.pop(0)
-        if isinstance(answer, bool | str):
-            return json.dumps(answer).encode() + b"\n"
-        self.code = answer
-        return b""
+    @property
+    def resident_bytes(self) -> int:
+        return self.sizes.pop(0)
 
-    def poll(self) -> int | None:
-        return self.code
-
-    def kill(self) -> None:
-        self.killed += 1
-        if self.code is None:
-            self.code = -9
-
-    def wait(self, timeout_s: float) -> int:
-        self.waited.append(timeout_s)
-        return self.code
+    def end(self) -> None:
+        self.lives = False
 
 
 @pytest.fixture
 def processes(monkeypatch):
     """Those that were started, each of which answers what the next script says."""
-    started, scripts, polled = [], [], []
+    started, scripts = [], []
 
-    def start(command, **how):
-        assert how == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
-        started.append(Process(command, scripts.pop(0)))
+    def made(start, **how):
+        answers, sizes = scripts.pop(0)
+        started.append(Process(start, answers=answers, sizes=sizes or [0] * len(answers), **how))
         return started[-1]
 
-    class Poll:
-        def register(self, stream, event) -> None:
-            self.stream = stream
-
-        def poll(self, milliseconds: float) -> bool:
-            polled.append(milliseconds)
-            (process,) = [one for one in started if one.stdout is self.stream]
-            return process.answers[:1] != [None]
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(comparers.select, "poll", Poll)
-    return SimpleNamespace(started=started, scripts=scripts, polled=polled)
+    monkeypatch.setattr(comparers, "AnsweringProcess", made)
+    return SimpleNamespace(started=started, scripts=scripts)
 
 
-def test_one_process_answers_one_pair_after_the_other(processes):
-    processes.scripts += [[True, False]]
+def test_one_process_is_started_with_its_limits_and_asked_for_pairs(processes, monkeypatch):
+    processes.scripts.append(([True, False], None))
     shared = Comparers(max_processes=2, cpu_limit_s=7, deadline_s=3.0)
-    assert (shared.pids, processes.started) == ([], [])
     assert shared.equivalent("a", "b") is True
     assert shared.equivalent("c\n", "\\d") is False
     (process,) = processes.started
-    assert process.asked == [["a", "b"], "sent", ["c\n", "\\d"], "sent"]
-    assert process.command[:2] == [sys.executable, "-P"]
-    assert process.command[2].endswith("rewards/comparison.py")
-    assert process.command[3:] == ["7", str(comparers.MEMORY_BYTES)]
-    assert processes.polled == [3000.0] * 3
-    assert shared.pids == [process.pid]
-    shared.close()
-    assert (process.killed, process.waited) == (1, [comparers.END_S])
-    assert shared.pids == []
-    with pytest.raises(ComparerFailed, match="the run is ending"):
-        shared.equivalent("a", "b")
-    assert len(processes.started) == 1
-
-
-@pytest.mark.parametrize(
-    ("end", "error", "said"),
-    [
-        (-signal.SIGXCPU, OutOfCpuTime, "the comparison took more than 7 s of CPU time"),
-        (-signal.SIGKILL, ComparerFailed, "ended by SIGKILL"),
-        (3, ComparerFailed, "ended with code 3"),
-        (0, ComparerFailed, "ended with code 0"),
-        ("broken pipe", ComparerFailed, "ended with code 4"),
-        (None, ComparerFailed, "did not respond within 3 s"),
-    ],
-)
-def test_a_process_that_ends_or_is_stuck_is_named_and_replaced(processes, end, error, said):
-    processes.scripts += [[end], [True]]
-    shared = Comparers(max_processes=1, cpu_limit_s=7, deadline_s=3.0)
-    with pytest.raises(error, match=said):
-        shared.equivalent("a", "b")
-    assert processes.started[0].killed == (1 if end is None else 0)
-    assert processes.started[0].closed == ([] if end is None else ["stdout", "stdin"])
-    assert shared.equivalent("a", "b") is True
-    assert shared.pids == [processes.started[1].pid]
-    shared.close()
-    # The one that has ended is no longer known.
-    assert [process.killed for process in processes.started] == [1 if end is None else 0, 1]
+    assert process.asked == ["ready", ["a", "b"], ["c\n", "\\d"]]
+    assert process.how == {
+        "work": "compares answers",
+        "over_limit": "the comparison took more than 7 s of CPU time",
+        "deadline_s": 3.0,
+    }
+    monkeypatch.setattr(psutil, "Popen", lambda command, **how: (command, how))
+    command, how = process.start(11, 12)
+    assert how == {"stdin": 11, "stdout": 12, "start_new_session": True}
+    assert command[:2] == [sys.executable, "-P"]
+    assert command[2].endswith("rewards/comparison.py")
+    assert command[3:] == ["7", str(comparers.MEMORY_BYTES)]
 
 
 def test_an_exception_of_one_comparison_is_named_and_its_process_goes_on(processes):
-    processes.scripts += [["TypeError: no truth", True]]
+    processes.scripts.append((["TypeError: no truth", True], None))
     shared = Comparers(max_processes=1)
-    with pytest.raises(ComparerFailed, match="the comparison failed: TypeError: no truth"):
+    with pytest.raises(ProcessFailed, match="the comparison failed: TypeError: no truth"):
         shared.equivalent("a", "b")
     assert shared.equivalent("a", "b") is True
     assert len(processes.started) == 1
-    shared.close()
 
 
-def test_at_most_so_many_compare_at_once_and_one_that_runs_is_taken_first(processes):
-    asked, go_on = threading.Semaphore(0), threading.Semaphore(0)
-    processes.scripts += [[True] * 9, [True] * 9]
-    shared = Comparers(max_processes=2)
-    assert shared.equivalent("a", "b")
-    assert shared.equivalent("a", "b")
-    assert len(processes.started) == 1
-    reading = Process.answer
-
-    def slow(self) -> bytes:
-        asked.release()
-        assert go_on.acquire(timeout=10)
-        return reading(self)
-
-    for process in processes.started:
-        process.stdout.readline = lambda process=process: slow(process)
-    threads = [threading.Thread(target=shared.equivalent, args=("a", "b")) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert asked.acquire(timeout=10)
-    for _ in range(3):
-        go_on.release()
-    for thread in threads:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in threads)
-    assert len(processes.started) == 2
+def test_a_process_that_has_grown_is_replaced(processes):
+    processes.scripts += [([True, False], [comparers.KEPT_BYTES, comparers.KEPT_BYTES + 1]), ([True], None)]
+    shared = Comparers(max_processes=1)
+    assert [shared.equivalent("a", "b") for _ in range(3)] == [True, False, True]
+    assert [process.lives for process in processes.started] == [False, True]
 
 
 def test_the_shared_ones_are_made_once_and_anew_after_their_end(monkeypatch):
@@ -239,67 +153,3 @@ def test_the_process_says_that_it_is_ready_and_answers_each_line(monkeypatch):
     added_bytes = soft - psutil.Process().memory_info().vms
     assert abs(added_bytes - 10**9) < 10**8
     assert [limit[0] for which, limit in limits[2::2]] == [10, 10, 10]
-
-
-def test_a_process_that_has_grown_is_replaced(processes, monkeypatch):
-    sizes = [comparers.KEPT_BYTES, comparers.KEPT_BYTES + 1, 0]
-    monkeypatch.setattr(comparers._Comparer, "resident_bytes", property(lambda _: sizes.pop(0)))
-    processes.scripts += [[True, False], [True]]
-    shared = Comparers(max_processes=1)
-    assert [shared.equivalent("a", "b") for _ in range(3)] == [True, False, True]
-    assert [process.killed for process in processes.started] == [1, 0]
-    shared.close()
-
-
-async def test_the_turn_of_an_answer_does_not_count_against_its_deadline(processes):
-    processes.scripts += [[True]]
-    shared = Comparers(max_processes=1)
-    slot = shared._slots.get()
-    threading.Timer(0.6, lambda: shared._slots.put(slot)).start()
-    scored = within(call_reward(lambda *_: shared.equivalent("a", "b"), None, None), 0.3, "no reward")
-    assert await scored is True
-    shared.close()
-
-
-def test_a_turn_that_never_comes_is_said(processes, monkeypatch):
-    monkeypatch.setattr(comparers, "TURN_S", 0.05)
-    shared = Comparers(max_processes=1)
-    shared._slots.get()
-    with pytest.raises(ComparerFailed, match=r"no process that compares answers was free within 0\.05 s"):
-        shared.equivalent("a", "b")
-
-
-def test_a_turn_may_take_long_while_others_get_theirs(processes, monkeypatch):
-    monkeypatch.setattr(comparers, "TURN_S", 1.5)
-    processes.scripts += [[True] * 9]
-    shared = Comparers(max_processes=1)
-    reading = Process.answer
-    monkeypatch.setattr(Process, "answer", lambda self: time.sleep(0.3) or reading(self))
-    with ThreadPoolExecutor(9) as pool:
-        # The last of them waits for 2.4 s and more.
-        assert list(pool.map(lambda _: shared.equivalent("a", "b"), range(9))) == [True] * 9
-    shared.close()
-
-
-async def test_a_call_that_was_cancelled_takes_no_process_when_its_turn_comes(processes):
-    shared = Comparers(max_processes=1)
-    slot = shared._slots.get()
-    ended = threading.Event()
-
-    def ask(*_):
-        try:
-            return shared.equivalent("a", "b")
-        finally:
-            ended.set()
-
-    scored = asyncio.ensure_future(within(call_reward(ask, None, None), 9.0, "no reward"))
-    await asyncio.sleep(0.2)
-    scored.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await scored
-    assert not ended.is_set()
-    shared._slots.put(slot)
-    assert await asyncio.to_thread(ended.wait, 9)
-    assert processes.started == []
-    # Its place is free for the next one.
-    assert shared._slots.get(timeout=9) is None

@@ -86,10 +86,10 @@ class Process:
             raise psutil.NoSuchProcess(self.pid)
         return ["python", "-m", "slimrl.engines.plugin.launch", "--api-key", "secret"]
 
-    def kill(self) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         if self.gone:
             raise psutil.NoSuchProcess(self.pid)
-        self.killed = True
+        self.killed = number is signal.SIGKILL
 
 
 def test_processes_that_a_run_started_are_waited_for_and_killed_if_they_stay(monkeypatch: pytest.MonkeyPatch, caplog):

@@ -68,7 +68,10 @@ class Process:
             raise subprocess.TimeoutExpired(self.name, timeout_s)
 
     def send_signal(self, number: int) -> None:
-        self.events.append(f"{self.name} gets {signal.Signals(number).name}")
+        if words := {signal.SIGTERM: "terminate", signal.SIGKILL: "kill"}.get(number):
+            self._told(words)
+        else:
+            self.events.append(f"{self.name} gets {signal.Signals(number).name}")
 
     def _told(self, what: str) -> None:
         self.events.append(f"{what} {self.name}")
@@ -104,11 +107,10 @@ def controlled(monkeypatch, tmp_path):
 
 
 class FakeClass:
-    """In place of psutil.Process: the one process that is asked for, and the methods by which it is ended."""
+    """In place of psutil.Process: the one process that is asked for."""
 
     def __init__(self, child: Process) -> None:
         self._child = child
-        self.terminate, self.kill = Process.terminate, Process.kill
 
     def __call__(self, pid: int) -> Process:
         assert pid == self._child.pid

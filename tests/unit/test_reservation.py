@@ -371,8 +371,8 @@ class Process:
     def is_running(self) -> bool:
         return True
 
-    def kill(self) -> None:
-        self.killed = True
+    def send_signal(self, number: signal.Signals) -> None:
+        self.killed = number is signal.SIGKILL
         if not self.stubborn:
             raise psutil.NoSuchProcess(self.pid)
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from slimrl.base.answering_process import OutOfCpuTime, ProcessFailed
 from slimrl.base.threads import TaskCodeExited
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
-from slimrl.rewards.comparers import ComparerFailed, OutOfCpuTime
 from slimrl.rewards.comparison import equivalent
 from slimrl.rewards.math import boxed_equivalent, boxed_exact
 from slimrl.rewards.scoring import Score, score
@@ -155,9 +155,9 @@ def test_an_answer_that_takes_too_much_cpu_time_is_wrong_and_marked(monkeypatch)
 
 
 def test_a_comparison_that_failed_is_no_wrong_answer(monkeypatch):
-    comparers = StandIn(ComparerFailed("ended by SIGKILL"))
+    comparers = StandIn(ProcessFailed("ended by SIGKILL"))
     monkeypatch.setattr("slimrl.rewards.math.shared_comparers", lambda: comparers)
-    with pytest.raises(ComparerFailed, match="SIGKILL"):
+    with pytest.raises(ProcessFailed, match="SIGKILL"):
         boxed_equivalent(trajectory("\\boxed{x+x}"), prompt("2x"))
 
 

@@ -1,13 +1,10 @@
 """Runs a command for each trajectory, in a workspace and an environment of its own."""
 
-import asyncio
 import json
-import os
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, suppress
+from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +14,8 @@ from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.once_pipe import KEY_VARIABLE, OncePipe
 from slimrl.agent.gateway.output_tail import OutputTail
 from slimrl.agent.gateway.workspace import Workspace, command_environment, workspace
+from slimrl.base.processes import end_group, ended
 from slimrl.config.schema.agent import CommandSandboxConfig
-
-END_S = 10.0
-"""How long a killed process may take to be gone"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +66,9 @@ class CommandAgent:
             try:
                 if control is not None and (listening := await handed_socket(control)) is not None:
                     await ours.enter_async_context(connection.serve(listening))
-                await _ended(process)
+                await ended(process)
             finally:
-                # Also what the command left behind. Its own process is not reaped yet, so that no other group can have
-                # the number.
-                os.killpg(process.pid, signal.SIGKILL)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(END_S):
-                        await _ended(process)
-                code = process.poll()
+                code = await end_group(process)
         assert code is not None
         return code
 
@@ -119,15 +108,3 @@ class CommandAgent:
             pass_fds=files,
             start_new_session=True,
         )
-
-
-async def _ended(process: "subprocess.Popen[bytes]") -> None:
-    """Wait until a process has ended, without reaping it."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    handle = os.pidfd_open(process.pid)
-    loop.add_reader(handle, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)

@@ -2,11 +2,9 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +12,8 @@ from slimrl.agent.sandbox.capture import Capture
 from slimrl.agent.sandbox.interface import Ended, Result, SandboxError
 from slimrl.agent.sandbox.outcome import why
 from slimrl.agent.sandbox.zygote_client import memory_file
+from slimrl.base.processes import end_group, ended
 from slimrl.config.schema.agent import SandboxLimits
-
-END_S = 10.0
-"""Seconds that a killed process may take to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,35 +64,27 @@ async def run_command(
         if stopped and stop is not None:
             await stop()
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what the command left behind
-        await asyncio.to_thread(process.wait, END_S)
+        status = await end_group(process)
         stdout, stderr = output.take()
         output.close()
-    status: int | None = process.returncode
+    if status is None:
+        raise SandboxError(f"{command.argv[0]} does not end, though it was killed")
     if output.full.is_set():
-        ended = Ended.output
+        how = Ended.output
     elif not in_time:
-        ended = Ended.timeout
+        how = Ended.timeout
     else:
-        ended = why(process.returncode, stderr)
-    if stopped or process.returncode < 0:
-        status = None
-    return Result(stdout=stdout, stderr=stderr, exit_status=status, ended=ended, seconds=time.monotonic() - start)
+        how = why(status, stderr)
+    exit_status = None if stopped or status < 0 else status
+    return Result(stdout=stdout, stderr=stderr, exit_status=exit_status, ended=how, seconds=time.monotonic() - start)
 
 
 async def _wait(process: "subprocess.Popen[bytes]", output: Capture, timeout_s: float) -> bool:
     """Wait until the process has ended or has written too much. Returns False if the time was over first."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    handle = os.pidfd_open(process.pid)
-    loop.add_reader(handle, ended.set)
-    waiting = [asyncio.ensure_future(event.wait()) for event in (ended, output.full)]
+    waiting = [asyncio.ensure_future(end) for end in (ended(process), output.full.wait())]
     try:
         done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        loop.remove_reader(handle)
-        os.close(handle)
         for task in waiting:
             task.cancel()
     return bool(done)

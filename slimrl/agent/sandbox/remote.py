@@ -4,11 +4,12 @@ The server isolates, and enforces CPU time, processes and files by its own setti
 and memory with each run.
 """
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxError, Session
 from slimrl.agent.sandbox.outcome import why
@@ -16,6 +17,8 @@ from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 ANSWER_S = 30.0
 """How much later than a run's own deadline the server may answer."""
+KEPT_S = 2.0
+"""How long an idle connection is kept, less than servers do: a run on one that closes just then would fail."""
 LANGUAGES = {Language.python: "python", Language.shell: "bash"}
 
 
@@ -24,7 +27,8 @@ class RemoteSandbox:
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
-        self._client = httpx.AsyncClient(base_url=config.url.rstrip("/"), trust_env=False)
+        self._client: aiohttp.ClientSession | None = None
+        """Made on the event loop of the first run"""
 
     async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
         limits = limits or self._config.limits
@@ -37,11 +41,16 @@ class RemoteSandbox:
             "stdin": program.stdin.decode("utf-8", "replace"),
         }
         try:
-            response = await self._client.post("/run_code", json=request, timeout=limits.wall_s + ANSWER_S)
-            response.raise_for_status()
-            answer = response.json()
+            if self._client is None:
+                self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=KEPT_S))
+            answer_s = limits.wall_s + ANSWER_S
+            timeout = aiohttp.ClientTimeout(total=None, connect=answer_s, sock_read=answer_s)
+            url = f"{self._config.url.rstrip('/')}/run_code"
+            async with self._client.post(url, json=request, timeout=timeout, allow_redirects=False) as response:
+                response.raise_for_status()
+                answer = json.loads(await response.read())
             return _result(answer, limits, time.monotonic() - start)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             raise SandboxError(f"{self._config.url}: {error!r}") from error
 
     async def session(
@@ -50,7 +59,8 @@ class RemoteSandbox:
         raise SandboxError("a remote sandbox has no sessions; use bubblewrap or container")
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if self._client is not None:
+            await self._client.close()
 
 
 def _result(answer: dict[str, Any], limits: SandboxLimits, seconds: float) -> Result:

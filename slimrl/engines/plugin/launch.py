@@ -4,7 +4,7 @@
 
 1. Put the CPU stand-ins in place, before anything imports sglang. Processes that SGLang spawns import this
    module again before they unpickle their entry point, so theirs are in place too.
-2. End with the parent (lifeline.py); children end with this process.
+2. End with the parent (base/lifeline.py); children end with this process.
 3. Load the plugins and make sure that ours is in force. SGLang's own request to freeze the garbage collector is left
    out: without a warm-up it comes before the server listens. EngineServer.wait_ready makes it instead.
 4. Without a GPU, fork SGLang's children instead of spawning them: they start with everything imported, which
@@ -57,7 +57,7 @@ def _hook_start() -> None:
 
 
 def main() -> None:
-    from slimrl.engines.plugin.lifeline import end_with
+    from slimrl.base.lifeline import end_with
 
     end_with(int(sys.argv[1]))
     key = EngineKey.receive(int(sys.argv[2])).value

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from slimrl.base.processes import await_end, lives
+from slimrl.base.processes import await_end, lives, send_all
 
 _POLL_S = 0.1
 _LOG_LINES = 15
@@ -90,15 +90,11 @@ class ServerProcess:
             ServerError: the process survives SIGKILL.
         """
         members = self._members()
-        for member in members:
-            with suppress(psutil.NoSuchProcess):
-                member.send_signal(first)
+        send_all(members, first)
         alive = await_end(members, timeout_s)
         # The process may have started more on SIGTERM.
         alive = list({*alive, *self._members()})
-        for member in alive:
-            with suppress(psutil.NoSuchProcess):
-                member.send_signal(signal.SIGKILL)
+        send_all(alive, signal.SIGKILL)
         await_end(alive, timeout_s)
         try:
             self._process.wait(timeout=timeout_s)

@@ -3,13 +3,13 @@
 import logging
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
 import psutil
 
 from slimrl.base.errors import Interrupted
-from slimrl.base.processes import await_end
+from slimrl.base.processes import await_end, send_all
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.state import CheckpointFolder
 
@@ -83,8 +83,7 @@ class ChildProcesses:
         alive = await_end(self._members, END_TIMEOUT_S)
         for process in alive:
             log.warning("killing %d, which did not end: %s", process.pid, _command(process))
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        send_all(alive, signal.SIGKILL)
         await_end(alive, END_TIMEOUT_S)
 
 

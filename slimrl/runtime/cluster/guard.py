@@ -13,18 +13,19 @@ folder. Both tests also find orphans.
 """
 
 import os
-import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from slimrl.base.processes import lives
+from slimrl.base.lifeline import await_end_of
+from slimrl.base.processes import lives, send_all
 
 GRACE_S = 3.0
 """How long processes have to end by themselves once the driver is gone."""
@@ -83,11 +84,7 @@ def end_what_is_left(folder: Path, temporary_files: Path) -> None:
 
 def end_members(folder: Path, temporary_files: Path, *, grace_s: float) -> None:
     """Kill the members that have not ended by themselves after `grace_s`, and wait until they are gone."""
-    for process in _wait_for_end(folder, temporary_files, grace_s):
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
+    send_all(_wait_for_end(folder, temporary_files, grace_s), signal.SIGKILL)
     _wait_for_end(folder, temporary_files, END_TIMEOUT_S)
 
 
@@ -101,12 +98,8 @@ def _wait_for_end(folder: Path, temporary_files: Path, timeout_s: float) -> list
 
 def main() -> None:
     driver, folder, temporary_files = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-    try:
-        poll = select.poll()
-        poll.register(os.pidfd_open(driver), select.POLLIN)
-        poll.poll()
-    except ProcessLookupError:
-        pass  # The driver ended before the guard started.
+    with suppress(ProcessLookupError):  # The driver may have ended before the guard started.
+        await_end_of(os.pidfd_open(driver))
     end_what_is_left(folder, temporary_files)
 
 

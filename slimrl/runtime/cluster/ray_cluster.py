@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import stat
 import tempfile
 import threading
@@ -23,7 +24,7 @@ import psutil
 import ray
 
 from slimrl.base.errors import StageError
-from slimrl.base.processes import await_end
+from slimrl.base.processes import await_end, send_all
 from slimrl.runtime.cluster.guard import end_members, guarded
 from slimrl.runtime.cluster.private_access import private_access
 
@@ -175,11 +176,8 @@ def _shut_down() -> None:
     raylets = [process for process in started if Path(commands[process][0]).name == "raylet"]
 
     def kill_others() -> None:
-        if await_end(raylets, RAYLET_ENDS_S):  # Ray goes on in its own order.
-            return
-        for process in set(started).difference(raylets):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        if not await_end(raylets, RAYLET_ENDS_S):  # Otherwise Ray goes on in its own order.
+            send_all(set(started).difference(raylets), signal.SIGKILL)
 
     beside = threading.Thread(target=kill_others)
     beside.start()

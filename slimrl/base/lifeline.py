@@ -13,9 +13,7 @@ import threading
 
 
 def end_with(parent_pid: int) -> None:
-    """Kill this process's group as soon as the process `parent_pid` has ended.
-
-    The caller must lead its own process group (a new session), because the whole group is killed.
+    """Do `end_group_with` of the process `parent_pid`.
 
     Raises:
         SystemExit: the parent has ended already.
@@ -24,11 +22,24 @@ def end_with(parent_pid: int) -> None:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         sys.exit(f"the process {parent_pid} that started this one has ended")
-    threading.Thread(target=_watch, args=(parent,), name="lifeline", daemon=True).start()
+    end_group_with(parent)
 
 
-def _watch(parent: int) -> None:
+def end_group_with(parent: int) -> None:
+    """Kill this process's group as soon as the process of a pidfd has ended.
+
+    The caller must lead its own process group (a new session), because the whole group is killed.
+    """
+
+    def watch() -> None:
+        await_end_of(parent)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def await_end_of(process: int) -> None:
+    """Wait until the process of a pidfd has ended, however long it lives."""
     poll = select.poll()
-    poll.register(parent, select.POLLIN)
+    poll.register(process, select.POLLIN)
     poll.poll()
-    os.killpg(os.getpgid(0), signal.SIGKILL)
