@@ -80,11 +80,10 @@ class EngineGroup(EngineRoster):
         return bool(self._restarts)
 
     def have_weights(self, names: Collection[str]) -> None:
-        """Note that these engines have the current weights and serve."""
         for name in names:
             # One may have been busy with the weights for longer than an answer may take.
             self._forget_questions(name)
-        self._serve_with_weights(names)
+        super().have_weights(names)
 
     def restart(self, ended: Mapping[str, str]) -> None:
         """Restart engines in the background. Until then they get no requests.

@@ -93,16 +93,16 @@ class EngineRoster:
         self._client = RoutedEngines(partial(connect, retries=False), urls)
         return self._client
 
+    def have_weights(self, names: Collection[str]) -> None:
+        """Note that these engines have the current weights and serve."""
+        self._fresh -= set(names)
+        self._tell_client()
+
     @property
     def _serving(self) -> list[EngineAddress]:
         """Engines that serve rollouts."""
         others = {*self._down, *self._fresh, *(self._aside or ())}
         return [address for address in self.addresses if address.name not in others]
-
-    def _serve_with_weights(self, names: Collection[str]) -> None:
-        """Note that these engines have the current weights and serve."""
-        self._fresh -= set(names)
-        self._tell_client()
 
     def _put(self, fresh: EngineAddress, *, waits: bool) -> None:
         """Note that an engine is up, in the place of the one that had its name.

@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -185,25 +185,19 @@ class TrainerGroup:
         Args:
             alone: leave out `meanwhile`, for example in a resync: engines that load weights are not asked how they are.
         """
+        phase, unit = _SHOWN.get(calls.method, ("", ""))
+        display = self._progress.phase(phase, 0, unit) if phase else nullcontext()
+        with SPANS(f"{self.role}: {calls.method}"), display as shown:
+            watch = None if shown is None else _Watch(self._actors.first, shown)
 
-        def wait() -> None:
-            if not alone and time.monotonic() - self._looked > MEANWHILE_S:
-                self._looked = time.monotonic()
-                self.meanwhile()
-            watch()
+            def wait() -> None:
+                if not alone and time.monotonic() - self._looked > MEANWHILE_S:
+                    self._looked = time.monotonic()
+                    self.meanwhile()
+                if watch is not None:
+                    watch()
 
-        with SPANS(f"{self.role}: {calls.method}"), self._watched(calls.method) as watch:
             return calls.wait(timeout_s=self._recipe.trainer.timeout_s, while_waiting=wait)
-
-    @contextmanager
-    def _watched(self, method: str) -> Iterator[Callable[[], None]]:
-        """A function that shows rank 0's progress each time it is called, if there is any to show."""
-        if method not in _SHOWN:
-            yield lambda: None
-            return
-        phase, unit = _SHOWN[method]
-        with self._progress.phase(phase, 0, unit) as shown:
-            yield _Watch(self._actors.first, shown)
 
 
 class _Watch:
