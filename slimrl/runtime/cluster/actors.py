@@ -51,6 +51,7 @@ class ActorGroup[A]:
 
     def begin[**P, T](self, method: Callable[Concatenate[A, P], T], *given: P.args, **options: P.kwargs) -> Calls[T]:
         """Call a method of all actors."""
+        # `__ray_call__` is what Ray gives every actor to run a function on it.
         refs = {
             name: member.actor.__ray_call__.remote(run, method, *given, **options)
             for name, member in self._members.items()
