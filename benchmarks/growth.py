@@ -61,7 +61,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "selection": ((dynamic_sampling, "shape_rewards"), (learner, "select")),
     "packing": ((learner, "make_updates"),),
     "batches to ranks": ((TrainerGroup, "put_batches"),),
-    "calls of ranks": tuple((TrainerGroup, name) for name in ("add_logprobs", "accumulate", "step", "add_advantages")),
+    "calls of ranks": ((TrainerGroup, "call"), (TrainerGroup, "gather")),
     "metrics": tuple(
         (module, name)
         for module, names in (
@@ -209,7 +209,7 @@ def run_steps(trajectories: int, ranks: int, steps: int, meter: Meter, where: Pa
     places: Any = SimpleNamespace(
         placement=SimpleNamespace(ranks=slots, critics=()), options=lambda slot, variables: {}
     )
-    trainer_group.TrainerActor = actors  # type: ignore[assignment, misc]
+    trainer_group.RemoteTrainer = actors  # type: ignore[assignment, misc]
     trainers = TrainerGroup(recipe, folder, progress, places, total_updates=2 * steps)
     trainers.start()
     with (

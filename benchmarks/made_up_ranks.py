@@ -4,6 +4,7 @@ They hold the batches that the driver gives them, and report on them as a rank d
 """
 
 import os
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -44,11 +45,9 @@ class Ranks:
         self._num_ranks = num_ranks
         self._held: dict[int, list[list[MicroBatch]]] = {}
 
-    def call(self, rank: int, method: str, *arguments: Any) -> Any:
-        return getattr(self, method, self._nothing)(rank, *arguments)
-
-    def work(self, rank: int, method: str, *arguments: Any) -> Any:
-        return self.call(rank, method, *arguments)
+    def call(self, rank: int, run: Callable[..., Any], method: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """What this class has under the name of a rank's method; nothing of others."""
+        return getattr(self, method.__name__, self._nothing)(rank, *given, **options)
 
     def pid(self, rank: int) -> int:
         return os.getpid()
@@ -62,14 +61,14 @@ class Ranks:
     def put_batches(self, rank: int, updates: list[list[MicroBatch]]) -> None:
         self._held[rank] = updates
 
-    def add_logprobs(self, rank: int, update: int, name: str, *_: Any) -> list[LogProbReport] | None:
+    def add_logprobs(self, rank: int, update: int, name: str, *_: Any, **__: Any) -> list[LogProbReport] | None:
         if not layout_of(rank, self._num_ranks).is_output_rank or name == REFERENCE_LOGPROBS:
             return None
         batches = self._held[rank][update]
         return [report_logprobs(batch, answer_of(batch)) for batch in batches]
 
     def accumulate(
-        self, rank: int, update: int, loss: Any, denominator: float, temperature: float, logprobs: bool
+        self, rank: int, update: int, loss: Any, denominator: float, temperature: float, logprobs: bool = False
     ) -> list[LogProbReport] | None:
         return self.add_logprobs(rank, update, "") if logprobs else None
 
@@ -93,7 +92,7 @@ class Ranks:
     def progress(self, rank: int) -> tuple[int, int]:
         return 0, 0
 
-    def _nothing(self, *_: Any) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         return
 
 
@@ -101,14 +100,12 @@ class Rank:
     """An actor's handle, as the driver uses it."""
 
     def __init__(self, actor: Any, rank: int) -> None:
-        self._actor, self._rank = actor, rank
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=partial(self._actor.call.remote, self._rank, method))
+        self.__ray_call__ = SimpleNamespace(remote=partial(actor.call.remote, rank))
+        self.progress = SimpleNamespace(remote=partial(actor.progress.remote, rank))
 
 
 class RankActors:
-    """In place of TrainerActor: gives each new rank one of a few actors."""
+    """In place of RemoteTrainer: gives each new rank one of a few actors."""
 
     def __init__(self, num_ranks: int) -> None:
         number = min(NUM_ACTORS, num_ranks)

@@ -17,6 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from slimrl.data.packing import MicroBatch
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingComparison:
@@ -32,6 +34,28 @@ class RoutingComparison:
     """bool, sampled tokens whose log-prob a flip reaches, or may reach because the engine did not report experts"""
     first_margins: np.ndarray
     """float32, the trainer's margin at each first flip"""
+
+
+def engine_experts(batch: MicroBatch, shape: tuple[int, int, int]) -> np.ndarray:
+    """int16 [T, L, K], the engine's experts of a micro-batch, to replay.
+
+    Args:
+        shape: (L, K, E) of the model.
+
+    Raises:
+        ValueError: the engine reported no experts, or not those of this model.
+    """
+    experts_TLK, (layers, topk, experts) = batch.routed_experts, shape
+    if experts_TLK is None:
+        raise ValueError(
+            "algorithm.routing_replay: rollout needs trajectories with routed_experts, and these have none. Sample "
+            "them with rollout.routed_experts: true, or use another routing_replay."
+        )
+    if experts_TLK.shape[1:] != (layers, topk):
+        raise ValueError(f"the engine reports experts of shape {experts_TLK.shape[1:]}, the model has {(layers, topk)}")
+    if (largest := int(experts_TLK.max(initial=-1))) >= experts:
+        raise ValueError(f"the engine reports expert {largest}, and the model has {experts}")
+    return experts_TLK
 
 
 def compare_routing(

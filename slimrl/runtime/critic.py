@@ -16,6 +16,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Trajectory
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.packed_updates import Update, make_updates
 from slimrl.runtime.state import RunState, count_skipped
@@ -45,10 +46,10 @@ class Critic:
         """Estimate advantages and have the policy's ranks add them to their batches."""
         for number in range(len(self._updates)):
             if charges_kl(self._recipe.algorithm):
-                self._ranks.place(number, policy.pieces(number, [OLD_LOGPROBS, REFERENCE_LOGPROBS]))
-            self._ranks.add_values(number)
-            self._ranks.estimate(number, self._recipe.algorithm)
-            policy.place(number, self._ranks.pieces(number, [ADVANTAGES]))
+                policy.send(number, [OLD_LOGPROBS, REFERENCE_LOGPROBS], self._ranks)
+            self._ranks.call(RankBatches.add_values, number)
+            self._ranks.call(RankBatches.estimate, number, self._recipe.algorithm, self._recipe.critic)
+            self._ranks.send(number, [ADVANTAGES], policy)
 
     def learn(self, number: int) -> None:
         """Do one optimizer update of the critic toward the returns.
@@ -57,7 +58,9 @@ class Critic:
             RunError: too many updates in a row had a gradient that was not finite.
         """
         loss = partial(value_objective, value_clip=self._recipe.critic.value_clip)
-        result = self._ranks.train_update(number, loss, denominator=self._updates[number].num_tokens, temperature=1.0)
+        num_tokens = self._updates[number].num_tokens
+        self._ranks.call(RankBatches.accumulate, number, loss, denominator=num_tokens, temperature=1.0)
+        result = self._ranks.call(RankBatches.step)
         count_skipped(self._state, result, self._recipe.critic.trainer.max_skipped_updates, critic=True)
         self._results.append(result)
 

@@ -20,6 +20,7 @@ from slimrl.data.packing import (
 from slimrl.data.trajectory import Trajectory
 from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.task.task import GroupFilter
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.critic import Critic
 from slimrl.runtime.packed_updates import Update, make_updates
@@ -72,19 +73,22 @@ class Learner:
         for number in range(len(updates)):
             if needs_old(self._recipe, number):
                 routing = self._recipe.rollout.routed_experts
-                self._reports[number] = self._trainers.add_logprobs(
-                    number, OLD_LOGPROBS, self._temperature, routing=routing
+                self._reports[number] = self._trainers.gather(
+                    RankBatches.add_logprobs, number, OLD_LOGPROBS, self._temperature, routing=routing
                 )
             if needs_reference(self._recipe):
-                self._trainers.add_logprobs(number, REFERENCE_LOGPROBS, self._temperature)
+                self._trainers.call(RankBatches.add_logprobs, number, REFERENCE_LOGPROBS, self._temperature)
         if updates and replay_gap_is_due(self._recipe.algorithm, step.number):
-            own = [self._trainers.report_own_routing(number, self._temperature) for number in range(len(updates))]
+            own = [
+                self._trainers.gather(RankBatches.report_own_routing, number, self._temperature)
+                for number in range(len(updates))
+            ]
             reports = [report for of_update in own for report in of_update]
             step.record(replay_gap_metrics(reports, micro_batches([update.batch for update in updates])))
         if updates and self._critic is not None:
             self._critic.add_advantages(self._trainers)
         if updates and has_token_advantages(self._recipe.algorithm):
-            self._trainers.add_advantages(self._recipe.algorithm)
+            self._trainers.call(RankBatches.add_advantages, self._recipe.algorithm)
 
     def train(self, step: Step, updates: Sequence[Update], *, enforce_limit: bool = True) -> None:
         """The optimizer updates, of the critic too if there is one; afterwards the ranks drop the batches.
@@ -106,8 +110,9 @@ class Learner:
             if warms_up:
                 continue
             if needs_sums(algorithm, number) and is_split(update.batch):
-                self._trainers.set_remote(number, algorithm, self._temperature)
-            found = self._trainers.accumulate(
+                self._trainers.call(RankBatches.set_remote, number, algorithm, self._temperature)
+            found = self._trainers.gather(
+                RankBatches.accumulate,
                 number,
                 loss_function("policy", algorithm, self._state.entropy_coef(algorithm)),
                 denominator=self._denominator(update),
@@ -117,7 +122,7 @@ class Learner:
             if number == 0:
                 self._reports.setdefault(0, found)
                 self._measure(step, updates, enforce_limit)
-            result = self._trainers.step()
+            result = self._trainers.call(RankBatches.step)
             count_skipped(self._state, result, self._recipe.trainer.max_skipped_updates)
             results.append(result)
         if updates and warms_up:
@@ -168,7 +173,7 @@ class Learner:
     def _measure_unchanged(self, step: Step, updates: Sequence[Update], enforce_limit: bool) -> None:
         """`_measure` in a step without an update of the policy."""
         if 0 not in self._reports:
-            self._reports[0] = self._trainers.add_logprobs(0, OLD_LOGPROBS, self._temperature)
+            self._reports[0] = self._trainers.gather(RankBatches.add_logprobs, 0, OLD_LOGPROBS, self._temperature)
         self._measure(step, updates, enforce_limit)
 
     def _denominator(self, update: Update) -> float:

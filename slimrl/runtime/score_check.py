@@ -17,6 +17,7 @@ from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.packing import OLD_LOGPROBS, micro_batches, pack_for
 from slimrl.data.trajectory import Segment, Trajectory
 from slimrl.rollout.stage import RolloutStage
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 
 NUM_SCORED = 8
@@ -81,7 +82,7 @@ class ScoreCheck:
         )
         self._trainers.put_batches([batch])
         # Engines score at temperature 1.
-        reports = self._trainers.add_logprobs(0, OLD_LOGPROBS, 1.0)
+        reports = self._trainers.gather(RankBatches.add_logprobs, 0, OLD_LOGPROBS, 1.0)
         self._trainers.put_batches([])
         limit = self._recipe.algorithm.max_logprob_mismatch
         return mismatch_metrics(reports, micro_batches([batch]), limit=limit)

@@ -21,6 +21,7 @@ from slimrl.data.packing import pack_for
 from slimrl.data.prompts import read_conversations
 from slimrl.data.trajectory import Segment
 from slimrl.rollout.task.dialogue import load_chat_format
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.run import Run
 from slimrl.runtime.state import count_skipped
 from slimrl.runtime.step_metrics import Step, update_metrics
@@ -74,7 +75,8 @@ def update(step: Step, examples: Sequence[Segment], run: Run) -> None:
     batch = pack_for(recipe.trainer, trainers.layout, [examples], np.zeros(1, np.float32))
     num_targets = sum(int(m.mask.sum()) for part in batch for m in part)
     trainers.put_batches([batch])
-    result = trainers.train_update(0, cross_entropy, denominator=num_targets, temperature=1.0)
+    trainers.call(RankBatches.accumulate, 0, cross_entropy, denominator=num_targets, temperature=1.0)
+    result = trainers.call(RankBatches.step)
     count_skipped(state, result, recipe.trainer.max_skipped_updates)
     step.record(
         {

@@ -76,6 +76,11 @@ class MicroBatchRunner:
         self.output_options = output_options(chunks[-1])
         self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
 
+    @property
+    def data_group(self) -> Any:
+        """The data-parallel process group of this rank."""
+        return mpu.get_data_parallel_group()
+
     def compute_logprobs(
         self,
         micro_batches: Sequence[MicroBatch],

@@ -18,14 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-from slimrl.data.packing import MicroBatch
 from slimrl.trainer.routers import model_routers
 
 
@@ -153,28 +151,6 @@ class LayerReplay(RouterReplay):
             counts[1] += (replayed_T & valid_T).sum()
             otherwise_T = (own_TK.sort(1).values != given_TK.sort(1).values).any(1)
             counts[2] += (otherwise_T & replayed_T & valid_T).sum()
-
-
-def engine_experts(batch: MicroBatch, shape: tuple[int, int, int]) -> np.ndarray:
-    """int16 [T, L, K], the engine's experts of a micro-batch, to replay.
-
-    Args:
-        shape: (L, K, E) of the model.
-
-    Raises:
-        ValueError: the engine reported no experts, or not those of this model.
-    """
-    experts_TLK, (layers, topk, experts) = batch.routed_experts, shape
-    if experts_TLK is None:
-        raise ValueError(
-            "algorithm.routing_replay: rollout needs trajectories with routed_experts, and these have none. Sample "
-            "them with rollout.routed_experts: true, or use another routing_replay."
-        )
-    if experts_TLK.shape[1:] != (layers, topk):
-        raise ValueError(f"the engine reports experts of shape {experts_TLK.shape[1:]}, the model has {(layers, topk)}")
-    if (largest := int(experts_TLK.max(initial=-1))) >= experts:
-        raise ValueError(f"the engine reports expert {largest}, and the model has {experts}")
-    return experts_TLK
 
 
 def _is_complete(given_TK: Tensor) -> Tensor:

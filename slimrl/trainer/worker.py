@@ -1,6 +1,7 @@
-"""One trainer rank: the model, its optimizer, and the calls that the driver makes on all ranks together."""
+"""The model of one trainer rank and its optimizer: how they are built, loaded and saved, on all ranks together."""
 
-from collections.abc import Collection
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from slimrl.config.alignment import tile_tokens
 from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema.algorithm import RoutingReplay
 from slimrl.config.schema.trainer import TrainerConfig
-from slimrl.data.training import MemoryPart
 from slimrl.models.adapters import adapter_map
 from slimrl.models.architecture import architecture_of, check_architecture, trained_architecture, weights_folder
 from slimrl.models.family import family_of
@@ -26,13 +26,12 @@ from slimrl.trainer.micro_batch_runner import MicroBatchRunner, ValueRunner
 from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.offload import Offload
 from slimrl.trainer.optimizer import Optimizer
-from slimrl.trainer.rank_batches import RankBatches
 from slimrl.trainer.reference import ReferenceWeights
 from slimrl.trainer.weight_source import MegatronWeightSource
 from slimrl.trainer.weights import load_hf_weights, model_weight_map
 
 
-class TrainerWorker(RankBatches):
+class TrainerWorker:
     """Joins the process group and builds the model with random weights; `load_hf` or `load_checkpoint` loads others."""
 
     def __init__(
@@ -83,17 +82,14 @@ class TrainerWorker(RankBatches):
         )
         self.optimizer = Optimizer(trainer, self.chunks, total_updates)
         self.offload = Offload(self.chunks, self.optimizer)
-        super().__init__(
-            (ValueRunner if critic else MicroBatchRunner)(
-                self.chunks,
-                self.optimizer,
-                self.layout,
-                vocab_size=model.vocab_size,
-                chunk_tokens=trainer.logprob_chunk_tokens,
-                mtp=MtpLoss(model.mtp_layers, trainer.mtp.loss_weight) if trainer.mtp.train else None,
-                replays_routing=routing_replay is not RoutingReplay.off,
-            ),
-            routing_replay,
+        self.runner = (ValueRunner if critic else MicroBatchRunner)(
+            self.chunks,
+            self.optimizer,
+            self.layout,
+            vocab_size=model.vocab_size,
+            chunk_tokens=trainer.logprob_chunk_tokens,
+            mtp=MtpLoss(model.mtp_layers, trainer.mtp.loss_weight) if trainer.mtp.train else None,
+            replays_routing=routing_replay is not RoutingReplay.off,
         )
 
     def load_hf(self) -> None:
@@ -112,12 +108,15 @@ class TrainerWorker(RankBatches):
         checkpoint.load_weights(folder, self.chunks)
         self.optimizer.megatron.reload_model_params()
 
-    def keep_reference(self) -> None:
-        """Keep the current weights as the reference's; with adapters these are the model's own, which never change."""
+    def keep_reference(self) -> Callable[[], AbstractContextManager[None]]:
+        """Keep the current weights as the reference's; with adapters these are the model's own, which never change.
+
+        Returns:
+            Context manager within which the model has them.
+        """
         if self.lora.rank:
-            self.reference = partial(without_adapters, self.chunks)
-        else:
-            self.reference = ReferenceWeights(self.chunks).swapped_in
+            return partial(without_adapters, self.chunks)
+        return ReferenceWeights(self.chunks).swapped_in
 
     def weight_source(self, *, mtp: bool = False) -> MegatronWeightSource:
         """The weights that engines serve as Hugging Face tensors, in the precision of the training.
@@ -126,14 +125,6 @@ class TrainerWorker(RankBatches):
             mtp: with the layers for multi-token prediction that are trained, for the engines' draft models.
         """
         return MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype, mtp=mtp, copies=False)
-
-    def release_memory(self, parts: Collection[MemoryPart]) -> None:
-        """Free device memory; the parts must be restored before they are used."""
-        self.offload.release(parts)
-
-    def resume_memory(self, parts: Collection[MemoryPart]) -> None:
-        """Restore parts that `release_memory` freed; gradients come back as zeros."""
-        self.offload.restore(parts)
 
     def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
         """Write a checkpoint; see checkpoint.save."""

@@ -23,7 +23,7 @@ from slimrl.data.packing import (
     micro_batches,
     pack,
 )
-from slimrl.trainer.rank_batches import RankBatches
+from slimrl.runtime.cluster.rank_batches import RankBatches
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 

@@ -18,9 +18,9 @@ from slimrl.config.schema.critic import CriticConfig
 from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RETURNS, VALUES, micro_batches, pack
 from slimrl.data.pieces import pieces_of
+from slimrl.runtime.cluster.exchange import over_data
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.trainer.build import unwrap
-from slimrl.trainer.exchange import over_data
-from slimrl.trainer.rank_batches import RankBatches
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
@@ -59,7 +59,11 @@ def critics(rank, num_ranks, port, weights, layouts):
         held.estimate(0, KL, CRITIC)
         found = {piece.sequence: piece.values for piece in held.pieces(0, NAMES)}
         if run.layout.is_last_stage:
-            found = {sequence: values for of_rank in over_data(found) for sequence, values in of_rank.items()}
+            found = {
+                sequence: values
+                for of_rank in over_data(found, run.runner.data_group)
+                for sequence, values in of_rank.items()
+            }
         updates = []
         for _ in range(2):
             held.accumulate(0, loss, sum(int(m.mask.sum()) for m in micro_batches([parts])), 1.0)

@@ -28,6 +28,7 @@ from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.engines.client import SglangEngine
 from slimrl.engines.servers.server import EngineServer
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.layout.parallel import destroy_parallel
 from slimrl.trainer.local_batch import shard_context
@@ -224,8 +225,9 @@ def noisy_routers(rank, num_ranks, port, path, trajectories):
 
         layer.get_replay_topk = noisy
     batches = packed(worker, [trajectory.segments for trajectory in trajectories])
-    worker.put_batches([batches])
-    reports = worker.add_logprobs(0, "old", 1.0, True), worker.report_own_routing(0, 1.0)
+    held = RankBatches(worker.runner, RoutingReplay.rollout)
+    held.put_batches([batches])
+    reports = held.add_logprobs(0, "old", 1.0, True), held.report_own_routing(0, 1.0)
     destroy_parallel()
     return *reports, batches
 

@@ -195,10 +195,10 @@ def trained_and_resumed(rank, world_size, port, path, folder):
     )  # fmt: skip
     worker.load_hf()
     segments, advantages_N = [[one] for one in sequences()], np.ones(4, np.float32)
-    worker.put_batches([pack_for(trainer, worker.layout, segments, advantages_N)[0]])
+    batches = pack_for(trainer, worker.layout, segments, advantages_N)[0]
 
     def update():
-        return worker.runner.train_update(worker.updates[0], cross_entropy, denominator=20.0, temperature=1.0).sums
+        return worker.runner.train_update(batches, cross_entropy, denominator=20.0, temperature=1.0).sums
 
     losses = [update()]
     worker.save_checkpoint(folder / "checkpoint")

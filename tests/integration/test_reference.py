@@ -7,9 +7,9 @@ from trainer_cases import in_layouts, packed_batches
 
 from slimrl.data.packing import REFERENCE_LOGPROBS
 from slimrl.data.training import MemoryPart
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.trainer import reference
 from slimrl.trainer.offload import Offload
-from slimrl.trainer.rank_batches import RankBatches
 from slimrl.trainer.reference import ReferenceWeights
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

@@ -20,9 +20,9 @@ from trainer_cases import (
 from slimrl.config.schema.algorithm import RoutingReplay
 from slimrl.data.packing import OLD_LOGPROBS, pack
 from slimrl.data.training import UpdateResult
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.trainer import routing_replay
 from slimrl.trainer.layout.parallel import destroy_parallel
-from slimrl.trainer.rank_batches import RankBatches
 from slimrl.trainer.routers import model_routers
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

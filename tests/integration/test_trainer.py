@@ -26,9 +26,9 @@ from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.data.packing import OLD_LOGPROBS, is_split, pack
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.trainer.checkpointing import checkpoint
 from slimrl.trainer.layout.parallel import destroy_parallel
-from slimrl.trainer.rank_batches import RankBatches
 from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

@@ -410,24 +410,24 @@ def test_memory_that_is_given_away_comes_back_with_what_it_held(start_trainer, p
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     ]
     assert all(storage.nbytes() for storage in (*weights, *state, *gradients))
-    lent.release_memory([MemoryPart.gradients])
+    lent.offload.release([MemoryPart.gradients])
     assert not any(storage.nbytes() for storage in gradients)
     assert all(storage.nbytes() for storage in (*weights, *state))
-    lent.release_memory([MemoryPart.optimizer])
+    lent.offload.release([MemoryPart.optimizer])
     assert not any(storage.nbytes() for storage in state)
     assert all(storage.nbytes() for storage in weights)
-    lent.release_memory([MemoryPart.weights])
+    lent.offload.release([MemoryPart.weights])
     assert not any(storage.nbytes() for storage in weights)
     with pytest.raises(AssertionError, match="taken twice"):
-        lent.release_memory([MemoryPart.weights])
-    lent.resume_memory([MemoryPart.weights])
+        lent.offload.release([MemoryPart.weights])
+    lent.offload.restore([MemoryPart.weights])
     assert all(storage.nbytes() for storage in weights)
     assert not any(storage.nbytes() for storage in (*state, *gradients))
-    lent.resume_memory([MemoryPart.optimizer, MemoryPart.gradients])
+    lent.offload.restore([MemoryPart.optimizer, MemoryPart.gradients])
     # A second time, into the same memory of the host.
-    lent.release_memory(list(MemoryPart))
+    lent.offload.release(list(MemoryPart))
     assert not any(storage.nbytes() for storage in (*weights, *state, *gradients))
-    lent.resume_memory(list(MemoryPart))
+    lent.offload.restore(list(MemoryPart))
     found += [update(lent).sums, weights_of(lent)]
     assert found[:2] == expected[:2]
     assert same(found[2], expected[2])

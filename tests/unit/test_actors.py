@@ -15,13 +15,28 @@ from ray.exceptions import (
 
 from slimrl.base.errors import ActorLost, NodeLost, StageError
 from slimrl.engines.servers.process import ServerError
-from slimrl.runtime.cluster import actors
-from slimrl.runtime.cluster.actors import ActorGroup
+from slimrl.runtime.cluster import calls
+from slimrl.runtime.cluster.actors import ActorGroup, run
 from slimrl.runtime.cluster.placement import Node
 
 NEVER = float("inf")
-METHODS = ("train", "save", "start", "ending", "__ray_ready__")
 NODES = {name: Node(node_id=name, name=f"host-{name[-1]}", address="", slots=1) for name in ("rank 0", "rank 1")}
+
+
+class Rank:
+    """What the group's actors are objects of, elsewhere."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[str, int]] = []
+
+    def train(self) -> str: ...
+
+    def save(self, where: str, times: int = 1) -> None:
+        self.saved.append((where, times))
+
+    def start(self) -> None: ...
+
+    def ending(self) -> str: ...
 
 
 def raised(cause: Exception) -> RayTaskError:
@@ -39,20 +54,22 @@ class Ray:
     def __init__(self) -> None:
         self.now = 0.0
         self.ends: dict[str, tuple[float, object]] = {}
-        self.asked: list[tuple[str, str, tuple]] = []
+        self.asked: list[tuple] = []
         self.killed: list[object] = []
         self.probe: Exception | None = None
         self.probed_for_s = 0.0
 
     def actor(self, name: str):
-        def method(called: str):
-            def remote(*given):
-                self.asked.append((name, called, given))
-                return "probe" if called == "__ray_ready__" else f"ref of {name}"
+        def call(function, method, *given, **options):
+            assert function is run
+            self.asked.append((name, method, given, options))
+            return f"ref of {name}"
 
-            return SimpleNamespace(remote=remote)
+        def ready():
+            self.asked.append((name, "ready"))
+            return "probe"
 
-        return SimpleNamespace(**{called: method(called) for called in METHODS})
+        return SimpleNamespace(__ray_call__=SimpleNamespace(remote=call), __ray_ready__=SimpleNamespace(remote=ready))
 
     def wait(self, refs, *, num_returns, timeout):
         # As Ray does, which returns at once when all are there.
@@ -76,30 +93,50 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     fake = Ray()
-    monkeypatch.setattr(actors.ray, "wait", fake.wait)
-    monkeypatch.setattr(actors.ray, "get", fake.get)
-    monkeypatch.setattr(actors.ray, "kill", fake.killed.append)
-    monkeypatch.setattr(actors, "time", SimpleNamespace(monotonic=lambda: fake.now))
-    monkeypatch.setattr(actors, "is_alive", lambda node: True)
+    monkeypatch.setattr(calls.ray, "wait", fake.wait)
+    monkeypatch.setattr(calls.ray, "get", fake.get)
+    monkeypatch.setattr(calls.ray, "kill", fake.killed.append)
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: fake.now))
+    monkeypatch.setattr(calls, "is_alive", lambda node: True)
     return fake
 
 
 @pytest.fixture
-def group(ray: Ray, tmp_path: Path) -> ActorGroup:
-    handles = {name: ray.actor(name) for name in NODES}
-    return ActorGroup(handles, {name: tmp_path / f"{name}.log" for name in NODES}, NODES)
+def group(ray: Ray, tmp_path: Path) -> ActorGroup[Rank]:
+    made = ActorGroup[Rank]()
+    for name, node in NODES.items():
+        made.add(name, ray.actor(name), tmp_path / f"{name}.log", node)
+    return made
 
 
-def test_results_come_by_name_whoever_answered_first_and_the_display_moves_meanwhile(ray: Ray, group: ActorGroup):
+def test_results_come_by_name_whoever_answered_first_and_the_display_moves_meanwhile(ray: Ray, group: ActorGroup[Rank]):
     ray.ends = {"rank 0": (1.0, "a"), "rank 1": (0.3, "b")}
     looks = []
-    results = group.call("train", timeout_s=5.0, while_waiting=lambda: looks.append(ray.now))
+    results = group.begin(Rank.train).wait(timeout_s=5.0, while_waiting=lambda: looks.append(ray.now))
     assert list(results.items()) == [("rank 0", "a"), ("rank 1", "b")]
     assert looks == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ray.asked == [("rank 0", "train", ()), ("rank 1", "train", ())]
-    assert group.call("save", {"rank 1": ("here", 2)}, timeout_s=5.0) == {"rank 1": "b"}
-    assert ray.asked[2:] == [("rank 1", "save", ("here", 2))]
+    assert ray.asked == [("rank 0", Rank.train, (), {}), ("rank 1", Rank.train, (), {})]
+    assert group.on(["rank 1"]).begin(Rank.save, "here", times=2).wait(timeout_s=5.0) == {"rank 1": "b"}
+    assert ray.asked[2:] == [("rank 1", Rank.save, ("here",), {"times": 2})]
     assert group.names == list(NODES)
+
+
+def test_an_actor_runs_the_method_that_a_call_names():
+    rank = Rank()
+    run(rank, Rank.save, "here", times=2)
+    run(rank, Rank.save, "there")
+    assert rank.saved == [("here", 2), ("there", 1)]
+
+
+def test_calls_that_differ_in_their_arguments_are_waited_for_together(ray: Ray, group: ActorGroup[Rank]):
+    ray.ends = {"rank 0": (1.0, "a"), "rank 1": (0.3, "b")}
+    both = group.on(["rank 1"]).begin(Rank.save, "here") | group.on(["rank 0"]).begin(Rank.save, "there")
+    assert [(name, given) for name, _, given, _ in ray.asked] == [("rank 1", ("here",)), ("rank 0", ("there",))]
+    assert both.wait(timeout_s=5.0) == {"rank 0": "a", "rank 1": "b"}
+    assert both.of(["rank 0", "rank 2"]).wait(timeout_s=5.0) == {"rank 0": "a"}
+    assert len(both.of([])) == 0
+    with pytest.raises(AssertionError):
+        both | group.begin(Rank.ending)
 
 
 @pytest.mark.parametrize(
@@ -121,52 +158,52 @@ def test_results_come_by_name_whoever_answered_first_and_the_display_moves_meanw
     ],
 )
 def test_the_likeliest_cause_of_several_failures_is_raised_as_soon_as_it_is_known(
-    ray: Ray, group: ActorGroup, first, second, message: str, after_s: float
+    ray: Ray, group: ActorGroup[Rank], first, second, message: str, after_s: float
 ):
     ray.ends = {"rank 0": first, "rank 1": second}
     with pytest.raises(StageError, match=message):
-        group.call("train", timeout_s=100.0)
+        group.begin(Rank.train).wait(timeout_s=100.0)
     assert ray.now == pytest.approx(after_s, abs=0.45)
 
 
-def test_who_does_not_answer_in_time_is_named_with_the_log(ray: Ray, group: ActorGroup, tmp_path: Path):
+def test_who_does_not_answer_in_time_is_named_with_the_log(ray: Ray, group: ActorGroup[Rank], tmp_path: Path):
     ray.ends = {"rank 0": (1.0, None), "rank 1": (NEVER, None)}
     with pytest.raises(StageError) as caught:
-        group.call("train", timeout_s=7.0)
+        group.begin(Rank.train).wait(timeout_s=7.0)
     assert str(caught.value) == f"rank 1: train did not finish within 7 s (log: {tmp_path / 'rank 1.log'})"
     assert ray.now == pytest.approx(7.0, abs=0.45)
     ray.ends["rank 0"] = (NEVER, None)
     with pytest.raises(StageError, match=r"^rank 0, rank 1: train did not finish .*rank 0\.log\)$"):
-        group.call("train", timeout_s=7.0)
+        group.begin(Rank.train).wait(timeout_s=7.0)
 
 
 def test_what_became_of_each_is_known_when_all_have_ended_or_at_the_deadline(
-    ray: Ray, group: ActorGroup, tmp_path: Path
+    ray: Ray, group: ActorGroup[Rank], tmp_path: Path
 ):
     ray.ends = {"rank 0": (3.0, "a"), "rank 1": (1.0, OWN)}
-    ended = group.outcomes(group.begin("ending"), "ending", timeout_s=7.0)
+    ended = group.begin(Rank.ending).outcomes(timeout_s=7.0)
     assert ray.now == 3.0
     assert (ended["rank 0"], str(ended["rank 1"])) == ("a", "rank 1: ending: ValueError: no such tensor")
     ray.now, ray.ends["rank 0"] = 0.0, (NEVER, None)
-    late = group.outcomes(group.begin("ending"), "ending", timeout_s=7.0)["rank 0"]
+    late = group.begin(Rank.ending).outcomes(timeout_s=7.0)["rank 0"]
     assert ray.now == pytest.approx(7.0, abs=0.45)
     assert type(late) is StageError
     assert str(late) == f"rank 0: ending did not finish within 7 s (log: {tmp_path / 'rank 0.log'})"
-    assert group.outcomes({}, "ending", timeout_s=7.0) == {}
+    assert group.on([]).begin(Rank.ending).outcomes(timeout_s=7.0) == {}
 
 
-def test_answers_are_read_without_waiting_and_a_failure_is_one(ray: Ray, group: ActorGroup):
+def test_answers_are_read_without_waiting_and_a_failure_is_one(ray: Ray, group: ActorGroup[Rank]):
     ray.ends = {"rank 0": (5.0, "a"), "rank 1": (1.0, "b")}
-    refs = group.begin("ending")
+    asked = group.begin(Rank.ending)
     for now, expected in ((0.0, {}), (2.0, {"rank 1": "b"}), (5.0, {"rank 0": "a", "rank 1": "b"})):
         ray.now = now
-        assert group.answers_so_far(refs, "ending") == expected
+        assert asked.answers_so_far() == expected
         assert ray.now == now
     ray.now, ray.ends["rank 1"] = 2.0, (1.0, OWN)
-    [(name, failure)] = group.answers_so_far(refs, "ending").items()
+    [(name, failure)] = asked.answers_so_far().items()
     assert (name, type(failure)) == ("rank 1", StageError)
     assert str(failure).startswith("rank 1: ending: ValueError")
-    assert group.answers_so_far({}, "ending") == {}
+    assert asked.of([]).answers_so_far() == {}
 
 
 @pytest.mark.parametrize(
@@ -191,15 +228,15 @@ def test_answers_are_read_without_waiting_and_a_failure_is_one(ray: Ray, group: 
     ],
 )
 def test_a_failure_says_what_became_of_the_process_or_its_node(
-    ray: Ray, group: ActorGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error, log, alive, message
+    ray: Ray, group: ActorGroup[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error, log, alive, message
 ):
-    monkeypatch.setattr(actors, "is_alive", lambda node: node is not NODES["rank 0"] or alive)
+    monkeypatch.setattr(calls, "is_alive", lambda node: node is not NODES["rank 0"] or alive)
     path = tmp_path / "rank 0.log"
     if log:
         path.write_text(log)
     ray.ends = {"rank 0": (0.1, error), "rank 1": (0.1, None)}
     with pytest.raises(StageError) as caught:
-        group.call("start", timeout_s=5.0)
+        group.begin(Rank.start).wait(timeout_s=5.0)
     where = "" if isinstance(error, RayTaskError) else f" (log: {path})"
     assert str(caught.value) == message + where
     assert caught.value.details == str(error)
@@ -210,28 +247,28 @@ def test_a_failure_says_what_became_of_the_process_or_its_node(
 
 
 @pytest.mark.parametrize("probe", [DIED, GetTimeoutError(), None])
-def test_of_an_actor_that_cannot_be_reached_the_cluster_is_asked(ray: Ray, group: ActorGroup, probe):
+def test_of_an_actor_that_cannot_be_reached_the_cluster_is_asked(ray: Ray, group: ActorGroup[Rank], probe):
     error = ActorUnavailableError("cannot be reached", None)
     ray.ends = {"rank 0": (0.1, None), "rank 1": (0.1, error)}
     ray.probe = probe
     said = "its process died" if probe is DIED else "start: ActorUnavailableError"
     with pytest.raises(StageError, match=f"rank 1: {said}") as caught:
-        group.call("start", timeout_s=5.0)
-    assert ("rank 1", "__ray_ready__", ()) in ray.asked
-    assert ray.probed_for_s == actors.CONSEQUENCE_GRACE_S
+        group.begin(Rank.start).wait(timeout_s=5.0)
+    assert ("rank 1", "ready") in ray.asked
+    assert ray.probed_for_s == calls.CONSEQUENCE_GRACE_S
     assert caught.value.details == str(DIED if probe is DIED else error)
 
 
 @pytest.mark.parametrize("probe", [ActorUnavailableError("nor now", None), GetTimeoutError()])
-def test_a_lost_node_is_named_where_its_actors_cannot_be_reached(ray: Ray, group: ActorGroup, monkeypatch, probe):
-    monkeypatch.setattr(actors, "is_alive", lambda node: node is not NODES["rank 1"])
+def test_a_lost_node_is_named_where_its_actors_cannot_be_reached(ray: Ray, group: ActorGroup[Rank], monkeypatch, probe):
+    monkeypatch.setattr(calls, "is_alive", lambda node: node is not NODES["rank 1"])
     ray.ends = {"rank 0": (0.1, None), "rank 1": (0.1, ActorUnavailableError("cannot be reached", None))}
     ray.probe = probe
     with pytest.raises(StageError, match="rank 1: its node host-1 was lost during start"):
-        group.call("start", timeout_s=5.0)
+        group.begin(Rank.start).wait(timeout_s=5.0)
 
 
-def test_all_processes_are_ended_at_once(ray: Ray, group: ActorGroup):
+def test_all_processes_are_ended_at_once(ray: Ray, group: ActorGroup[Rank]):
     group.kill()
-    assert ray.killed == list(group._actors.values())
+    assert ray.killed == [member.actor for member in group._members.values()]
     assert group.first is ray.killed[0]

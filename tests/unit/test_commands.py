@@ -15,6 +15,7 @@ from slimrl.data.trajectory import Prompt, Status
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
 from slimrl.runtime import commands, start
+from slimrl.runtime.cluster.actors import run
 from slimrl.runtime.cluster.processes import Processes
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.resync_tools import resync_bench
@@ -474,19 +475,22 @@ def test_a_benchmark_says_whether_what_was_loaded_is_what_was_sent(monkeypatch):
 
 
 def test_a_trainer_rank_works_tells_how_far_it_is_and_closes_all_that_it_holds():
-    actor = object.__new__(TrainerActor.__ray_metadata__.modified_class)
+    actor = object.__new__(TrainerActor)
     actor.done, actor.total = 5, 9
+
+    noted = []
 
     def update(*given):
         actor._set_progress(1, 3)
-        return given
+        noted.append(given)
 
-    noted = []
     actor.worker = SimpleNamespace(
-        train_update=update, load_hf=lambda: noted.append("hf"),
+        load_checkpoint=update, load_hf=lambda: noted.append("hf"),
         load_megatron=lambda path: noted.append(path), close=lambda: noted.append("worker"),
     )  # fmt: skip
-    assert actor.work("train_update", 2, "a loss", 6.0) == (2, "a loss", 6.0)
+    run(actor, TrainerActor.load_checkpoint, Path("saved"))
+    assert noted == [(Path("saved"),)]
+    noted.clear()
     assert actor.progress() == (1, 3)
     actor.recipe = Recipe()
     actor.resync_session = SimpleNamespace(run=lambda version, progress: (version, progress(2, 8)))

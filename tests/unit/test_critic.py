@@ -47,11 +47,8 @@ class Ranks(AnsweringTrainers):
     def add_advantages(self, settings):
         self._note("own advantages")
 
-    def pieces(self, update, names):
-        return [f"{self.role}'s {', '.join(names)} of {update}"]
-
-    def place(self, update, pieces):
-        self._note(f"gets {' and '.join(pieces)} for {update}")
+    def send(self, update, names, receivers):
+        receivers._note(f"gets {self.role}'s {', '.join(names)} of {update} for {update}")
 
     def step(self):
         self._note("step")
@@ -65,7 +62,7 @@ class CriticRanks(Ranks):
 
     def __init__(self, calls: list[str], **options) -> None:
         super().__init__("critic", calls, **options)
-        self.made, self.algorithms = [], []
+        self.made, self.algorithms, self.critics = [], [], []
 
     def put_batches(self, updates):
         super().put_batches(updates)
@@ -74,13 +71,18 @@ class CriticRanks(Ranks):
     def add_values(self, update):
         self._note(f"values of {update}")
 
-    def estimate(self, update, algorithm):
+    def estimate(self, update, algorithm, critic):
         self._note(f"estimate of {update}")
+        self.critics.append(critic)
         self.algorithms.append(algorithm)
 
-    def train_update(self, update, loss, *, denominator, temperature):
+    def accumulate(self, update, loss, *, denominator, temperature):
         self._note(f"update {update}")
         self.made.append((loss.func, loss.keywords, denominator, temperature))
+        self.update, self.denominator = update, denominator
+
+    def step(self):
+        update, denominator = self.update, self.denominator
         skipped = self.skips.pop(0) if self.skips else False
         tokens = 10.0 * (1 + update)
         sums = {
@@ -161,6 +163,7 @@ def test_with_the_kl_in_the_reward_the_critic_gets_both_log_probs_before_it_esti
     ]
     # The policy's, which says how much the KL costs.
     assert [algorithm is settings.algorithm for algorithm in run.critic.algorithms] == [True]
+    assert [critic is settings.critic for critic in run.critic.critics] == [True]
     # In the loss it is none of the critic's concern.
     settings.algorithm.kl_place = KlPlace.loss
     run = Run(settings)

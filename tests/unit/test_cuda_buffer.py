@@ -186,7 +186,7 @@ def test_actors_remove_them_from_their_environment_and_the_recipe_s_at_the_start
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     recipe = Recipe(trainer=TrainerConfig(env=given), rollout=RolloutConfig(env=dict(given)))
-    made = actor.__ray_metadata__.modified_class
+    made = actor
     module = "slimrl.runtime.cluster." + ("trainer_actor" if actor is TrainerActor else "engine_actor")
     monkeypatch.setattr(f"{module}.capture_output", lambda path: None)
     monkeypatch.chdir(tmp_path)

@@ -84,7 +84,7 @@ def test_actors_pass_it_on(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_actor, "EngineServer", server)
     monkeypatch.setattr(engine_actor, "SglangControl", lambda *given, **how: None)
     for deterministic in (False, True):  # and whether the model's code is trusted, the other way round
-        actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
+        actor = object.__new__(EngineActor)
         actor.recipe = Recipe(deterministic=deterministic, model=ModelConfig(trust_remote_code=not deterministic))
         actor.index, actor.part, actor.starts, actor.node = 0, 0, 0, SimpleNamespace(address="h", name="n")
         actor.role, actor._key = "engine", None
@@ -99,7 +99,7 @@ def test_actors_pass_it_on(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("slimrl.trainer.worker.TrainerWorker", worker)
     for deterministic in (False, True):
-        rank = object.__new__(TrainerActor.__ray_metadata__.modified_class)
+        rank = object.__new__(TrainerActor)
         rank.recipe, rank.rank, rank.total_updates = Recipe(deterministic=deterministic), 0, 1
         rank.is_critic = not deterministic
         rank.start("tcp://h:1")

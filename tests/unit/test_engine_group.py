@@ -1,7 +1,9 @@
 """What becomes of a run when an engine's server ends: which endings a rollout survives, and until when."""
 
+import inspect
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +28,38 @@ from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.placement import Node
 
 
+class Answers:
+    """Calls of engines that have answered."""
+
+    def __init__(self, method: str, refs: dict, actors: "Actors") -> None:
+        self.method, self.refs, self.actors = method, refs, actors
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    def __or__(self, others: "Answers") -> "Answers":
+        assert self.method == others.method
+        return Answers(self.method, {**self.refs, **others.refs}, self.actors)
+
+    def of(self, names) -> "Answers":
+        return Answers(self.method, {name: answer for name, answer in self.refs.items() if name in names}, self.actors)
+
+    def answers_so_far(self):
+        return {name: answer for name, answer in self.refs.items() if name not in self.actors.silent}
+
+    def wait(self, *, timeout_s):
+        self.actors.timeouts[self.method] = timeout_s
+        return self.refs
+
+    outcomes = wait
+
+
 class Actors:
     """Engines that answer at once; an answer is of the moment of its question, whenever it is read."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.whole = self
         self.ended: dict[str, str | StageError] = {}
         self.silent: set[str] = set()
         """Those that have not answered yet"""
@@ -58,26 +87,21 @@ class Actors:
         self.calls.append(f"remove {name}")
         self.names.remove(name)
 
-    def begin(self, method, arguments=None):
-        return self.call(method, arguments, timeout_s=0)
+    def on(self, names):
+        chosen = copy(self)
+        chosen.names = list(names)
+        return chosen
 
-    def answers_so_far(self, refs, method):
-        return {name: answer for name, answer in refs.items() if name not in self.silent}
+    def begin(self, method, *given):
+        # As the actor itself would take them.
+        inspect.signature(method).bind(None, *given)
+        return Answers(method.__name__, self.answers(method.__name__, given), self.whole)
 
-    def wait(self, refs, method, *, timeout_s):
-        self.timeouts[f"wait for {method}"] = timeout_s
-        return refs
-
-    def outcomes(self, refs, method, *, timeout_s):
-        self.timeouts[method] = timeout_s
-        return refs
-
-    def call(self, method, arguments=None, *, timeout_s):
-        self.timeouts[method] = timeout_s
+    def answers(self, method, given):
         if method in ("pause", "release_memory", "resume_memory"):
-            self.given += [(name, method, of_engine) for name, of_engine in arguments.items()]
-            return {name: self.refused.get(name) for name in arguments}
-        return {name: getattr(self, method)(name) for name in (self.names if arguments is None else arguments)}
+            self.given += [(name, method, given) for name in self.names]
+            return {name: self.refused.get(name) for name in self.names}
+        return {name: getattr(self, method)(name) for name in self.names}
 
     def start(self, name):
         return EngineAddress(name=name, url=f"http://{name}", tensor=1, nodes=("host",), pids=(1, 2), key=KEY)
@@ -110,7 +134,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         made.environments = given
         handle = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments: arguments))
         monkeypatch.setattr(engine_group, "ActorGroup", lambda *nothing: made)
-        monkeypatch.setattr(engine_sites, "EngineActor", handle)
+        monkeypatch.setattr(engine_sites, "RemoteEngine", handle)
         slots = [[SimpleNamespace(node=SimpleNamespace(name="host"))] for _ in range(engines)]
         places = SimpleNamespace(
             placement=SimpleNamespace(engines=slots, teachers=slots),
@@ -454,7 +478,7 @@ def test_a_teacher_that_ends_is_restarted_while_the_rollout_goes_on(start: Start
 
 
 def test_an_engine_that_has_ended_has_no_memory_to_give_or_take():
-    actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
+    actor = object.__new__(EngineActor)
     calls, answers, ends_after = [], True, []
 
     def call(name: str) -> None:
@@ -492,7 +516,7 @@ def test_an_engine_that_has_ended_has_no_memory_to_give_or_take():
 
 
 def test_an_engine_that_lives_and_refuses_to_give_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
+    actor = object.__new__(EngineActor)
 
     def refuse(parts) -> None:
         raise EngineError("engine 0, release_memory_occupation: 400")
@@ -545,7 +569,7 @@ def test_calls_of_actors_have_longer_deadlines_than_what_they_wait_for(start: St
     group.replace({"engine 1": "ended"})
     assert [address.name for address in group.addresses] == ["engine 0", "engine 1", "engine 2"]
     assert [address.pids for address in group.addresses] == [(1, 2), (1, 3), (1, 2)]
-    assert actors.timeouts["wait for start"] > 100.0
+    assert actors.timeouts["start"] > 100.0
     assert actors.timeouts["restart"] > 100.0 + engine_group.STOP_TIMEOUT_S
     assert actors.timeouts["ending"] == engine_group.CHECK_TIMEOUT_S + 7.0
 
@@ -649,7 +673,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     recipe.model.path = "/model"
 
     def make(devices=()):
-        actor = object.__new__(EngineActor.__ray_metadata__.modified_class)
+        actor = object.__new__(EngineActor)
         node = Node(node_id="n", name="host-a", address="10.0.0.3", slots=1)
         actor.__init__(recipe, KEY, tmp_path, Path("/work"), 4, node, devices)
         return actor, journal

@@ -140,8 +140,7 @@ def test_a_trainer_s_process_sets_the_recipe_s_variables_itself_and_ray_is_not_t
     actor_class = SimpleNamespace(
         options=lambda **given: asked.append(given) or SimpleNamespace(remote=lambda *arguments, critic: None)
     )
-    monkeypatch.setattr(trainer_group, "TrainerActor", actor_class)
-    monkeypatch.setattr(trainer_group, "ActorGroup", lambda *given: None)
+    monkeypatch.setattr(trainer_group, "RemoteTrainer", actor_class)
     slots = [SimpleNamespace(node=SimpleNamespace(name="a"))]
     places = SimpleNamespace(placement=SimpleNamespace(ranks=slots), options=lambda slot, variables: dict(variables))
     TrainerGroup(recipe, SimpleNamespace(log_file=Path), None, places, total_updates=1)
@@ -151,7 +150,7 @@ def test_a_trainer_s_process_sets_the_recipe_s_variables_itself_and_ray_is_not_t
     monkeypatch.setattr(trainer_actor, "clean_stale_segments", lambda: None)
     monkeypatch.setenv("SLIMRL_TEST_KEY", "")
     monkeypatch.chdir(tmp_path)
-    TrainerActor.__ray_metadata__.modified_class(recipe, tmp_path / "log", tmp_path, 0, "a", 1)
+    TrainerActor(recipe, tmp_path / "log", tmp_path, 0, "a", 1)
     assert os.environ["SLIMRL_TEST_KEY"] == "secret"
 
 

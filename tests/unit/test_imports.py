@@ -102,6 +102,26 @@ def test_light_parts_import_neither_ray_nor_megatron_nor_sglang(part):
     assert heavy == {}
 
 
+def test_the_driver_imports_no_megatron():
+    """Importing it patches torch, and takes long; only the ranks' processes pay for that."""
+    wrong = {
+        str(path.relative_to(ROOT)): name
+        for path in python_files("runtime")
+        for name in imported_at_once(path)
+        if name.startswith(("megatron", "slimrl.trainer"))
+    }
+    assert wrong == {}
+
+
+def imported_at_once(path: Path) -> Iterator[str]:
+    """Dotted names of what an import of the file imports, apart from what its own functions and conditions import."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def test_every_part_of_the_package_has_a_rule():
     parts = {
         path.stem for path in (ROOT / "slimrl").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()

@@ -43,6 +43,11 @@ class AnsweringTrainers:
         self.updates, self.temperatures, self.routing, self.puts = [], [], [], []
         self.num_steps = 0
 
+    def call(self, method, *given, **options):
+        return getattr(self, method.__name__)(*given, **options)
+
+    gather = call
+
     def put_batches(self, updates):
         self.held = [[batch for part in parts for batch in part] for parts in updates]
         self.puts.append(len(updates))

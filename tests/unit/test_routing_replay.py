@@ -11,9 +11,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from slimrl.algorithms.routing import engine_experts
 from slimrl.data.packing import pack
 from slimrl.data.trajectory import Segment
-from slimrl.trainer.routing_replay import RoutingReplay, engine_experts
+from slimrl.trainer.routing_replay import RoutingReplay
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 12, 6, 8, 2
 SCORINGS = {

@@ -37,12 +37,18 @@ class Trainers:
     def put_batches(self, updates):
         self.held = updates
 
-    def train_update(self, update, loss, *, denominator, temperature):
+    def call(self, method, *given, **options):
+        return getattr(self, method.__name__)(*given, **options)
+
+    def accumulate(self, update, loss, *, denominator, temperature):
         assert (loss, temperature) == (cross_entropy, 1.0)
         parts = self.held[update]
         self.denominators.append(denominator)
         self.budgets += [len(batch.tokens) for part in parts for batch in part]
-        num_targets = sum(int(batch.mask.sum()) for part in parts for batch in part)
+        self.num_targets = sum(int(batch.mask.sum()) for part in parts for batch in part)
+
+    def step(self):
+        num_targets, denominator = self.num_targets, self.denominators[-1]
         return UpdateResult(
             sums={"loss": 0.5 * num_targets}, denominator=denominator,
             grad_norm=1.0, skipped=self.skips, lr=0.1, num_tokens=100,

@@ -10,8 +10,8 @@ from slimrl.config.schema.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, pack
 from slimrl.data.pieces import cut, join, pieces_of
 from slimrl.data.trajectory import Segment
-from slimrl.trainer import exchange, rank_batches
-from slimrl.trainer.rank_batches import RankBatches
+from slimrl.runtime.cluster import exchange, rank_batches
+from slimrl.runtime.cluster.rank_batches import RankBatches
 
 COEFFICIENT = 0.3
 KL = AlgorithmConfig(
@@ -66,7 +66,7 @@ def held(segments_N, advantages_N, budget: int, ranks: int) -> list[RankBatches]
         for batch in batches:
             for name, of in ((OLD_LOGPROBS, old), (REFERENCE_LOGPROBS, reference)):
                 batch.added[name] = np.where(batch.mask, of(batch.targets), np.nan).astype(np.float32)
-        one = RankBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=True)))
+        one = RankBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=True), data_group=None))
         one.put_batches([batches])
         made.append(one)
     return made
@@ -75,8 +75,8 @@ def held(segments_N, advantages_N, budget: int, ranks: int) -> list[RankBatches]
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("budget", [20, 256])
 def test_one_rank_gives_each_token_what_the_formula_says(monkeypatch, whiten, budget):
-    monkeypatch.setattr(exchange, "over_data", lambda value: [value])
-    monkeypatch.setattr(rank_batches, "sum_over_data", lambda values: [float(value) for value in values])
+    monkeypatch.setattr(exchange, "over_data", lambda value, group: [value])
+    monkeypatch.setattr(rank_batches, "sum_over_data", lambda values, group: [float(value) for value in values])
     segments_N, advantages_N = trajectories(0), np.float32([1.0, -0.5, 0.25, 2.0, -1.0])
     settings = replace(KL, whiten=whiten)
     (rank,) = held(segments_N, advantages_N, budget, 1)
@@ -102,7 +102,7 @@ def test_a_trajectory_on_two_ranks_is_charged_as_a_whole(monkeypatch):
             for batch in rank.updates[0]:
                 batch.added.pop(ADVANTAGES, None)
 
-            def over_data(value, number=number):
+            def over_data(value, group, number=number):
                 sent[number] = value
                 return [sent.get(other, []) for other in range(3)]
 
@@ -124,7 +124,7 @@ def test_a_trajectory_on_two_ranks_is_charged_as_a_whole(monkeypatch):
 
 
 def test_a_rank_that_sees_no_log_probs_adds_nothing():
-    one = RankBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=False)))
+    one = RankBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=False), data_group=None))
     one.put_batches([[SimpleNamespace()]])
     one.add_advantages(KL)
 

@@ -1,7 +1,9 @@
 """What the driver's side of the trainer sends to which rank, and what it makes of the answers, without any actor."""
 
+import inspect
 import re
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,13 +11,14 @@ import numpy as np
 import pytest
 import ray
 
-from slimrl.algorithms.objective import cross_entropy, loss_function
+from slimrl.algorithms.objective import loss_function
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.packing import pack
 from slimrl.data.trajectory import Segment
 from slimrl.runtime.cluster import trainer_group
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 
@@ -23,11 +26,30 @@ DATA_RANKS = (0, 0, 1, 1)
 """Data-parallel ranks of four ranks, in pairs; the second of each pair reports."""
 
 
+class Answers(dict):
+    """Calls of actors that have answered at once."""
+
+    def __init__(self, method: str, found: dict, ranks: "Ranks") -> None:
+        super().__init__(found)
+        self.method, self.ranks = method, ranks
+
+    def __or__(self, others: "Answers") -> "Answers":
+        assert self.method == others.method
+        return Answers(self.method, {**self, **others}, self.ranks)
+
+    def wait(self, *, timeout_s, while_waiting=None):
+        self.ranks.timeouts.append((self.method, timeout_s))
+        if self.ranks.are_slow and while_waiting is not None:
+            while_waiting()
+            while_waiting()
+        return dict(self)
+
+
 class Ranks:
     """An ActorGroup whose actors answer at once with what `answers` says, and that notes every call."""
 
-    def __init__(self, actors, logs, nodes) -> None:
-        self.names, self.calls = list(actors), []
+    def __init__(self) -> None:
+        self.names, self.calls, self.timeouts = [], [], []
         self.are_slow = False
         self.answers = {
             "pid": lambda rank: 100 + rank,
@@ -38,30 +60,31 @@ class Ranks:
 
     @property
     def first(self):
-        return None
+        return SimpleNamespace(progress=SimpleNamespace(remote=lambda: None))
 
-    def call(self, method, arguments=None, *, timeout_s, while_waiting=None):
-        given = dict.fromkeys(self.names, ()) if arguments is None else arguments
-        self.calls.append((method, given, timeout_s))
-        answer = self.answers.get(method, lambda rank, *_: None)
-        return {name: answer(self.names.index(name), *values) for name, values in given.items()}
+    def add(self, name, actor, log, node):
+        self.names.append(name)
 
-    def begin(self, method, arguments):
-        assert method == "work"
-        return arguments
+    def on(self, names):
+        chosen = copy(self)
+        chosen.names = list(names)
+        return chosen
 
-    def wait(self, calls, method, *, timeout_s, while_waiting=None):
-        """Waits for a worker's method, whose name errors then have."""
-        assert all(name == method for name, *_ in calls.values())
-        given = {rank: tuple(values) for rank, (_, *values) in calls.items()}
-        if self.are_slow:
-            while_waiting()
-            while_waiting()
-        return self.call(method, given, timeout_s=timeout_s)
+    def begin(self, method, *given, **options):
+        # As the rank itself would take them.
+        inspect.signature(method).bind(None, *given, **options)
+        self.calls.append((method.__name__, dict.fromkeys(self.names, (*given, *options.values()))))
+        answer = self.answers.get(method.__name__, lambda rank, *_: None)
+        found = {name: answer(int(name.split()[1]), *given, *options.values()) for name in self.names}
+        return Answers(method.__name__, found, self)
 
     def last(self, method):
         """Arguments by rank, and the deadline."""
-        return next((given, timeout_s) for name, given, timeout_s in reversed(self.calls) if name == method)
+        given = {}
+        for name, of_ranks in reversed(self.calls):
+            if name == method and not given.keys() & of_ranks.keys():
+                given = {**of_ranks, **given}
+        return given, next(timeout_s for name, timeout_s in reversed(self.timeouts) if name == method)
 
 
 class ActorClass:
@@ -84,7 +107,7 @@ def no_phase(name, total, unit):
 @pytest.fixture
 def actor_class(monkeypatch) -> ActorClass:
     made = ActorClass()
-    monkeypatch.setattr(trainer_group, "TrainerActor", made)
+    monkeypatch.setattr(trainer_group, "RemoteTrainer", made)
     return made
 
 
@@ -154,9 +177,9 @@ def test_what_runs_beside_the_ranks_is_looked_at_while_they_work_but_not_too_oft
     group._actors.are_slow = True
     monkeypatch.setattr(trainer_group.time, "monotonic", lambda: now)
     group.meanwhile = lambda: seen.append(now)
-    group.step()
+    group.call(RankBatches.step)
     now += 0.5 * trainer_group.MEANWHILE_S
-    group.step()
+    group.call(RankBatches.step)
     now += trainer_group.MEANWHILE_S
     group.release_memory([])
     assert seen == [100.0, 100.0 + 1.5 * trainer_group.MEANWHILE_S]
@@ -169,28 +192,21 @@ def test_what_runs_beside_the_ranks_is_looked_at_while_they_work_but_not_too_oft
 
 def test_pieces_of_an_update_go_from_the_ranks_of_one_group_to_all_ranks_of_another(group, monkeypatch):
     group._actors.answers["give"] = lambda rank, update, names: [f"{names} of {update} on {rank}"] if rank % 2 else []
-    pieces = group.pieces(1, ("old_logprobs", "values"))
-    assert pieces == [f"['old_logprobs', 'values'] of 1 on {rank}" for rank in (1, 3)]
     put: list = []
     monkeypatch.setattr(ray, "put", lambda value: put.append(value) or value)
-    group.place(2, pieces)
+    group.send(1, ["old_logprobs", "values"], group)
     given, timeout_s = group._actors.last("take")
-    assert (list(given.values()), timeout_s) == ([(2, pieces)] * 4, 22.0)
+    pieces = [f"['old_logprobs', 'values'] of 1 on {rank}" for rank in (1, 3)]
+    assert (list(given.values()), timeout_s) == ([(1, pieces)] * 4, 22.0)
     # One object for all ranks, whose number of references grows with the ranks.
     assert len({id(given_pieces) for _, given_pieces in given.values()}) == 1
     assert given["trainer 0"][1] in put
-    group._recipe.critic.gae_lambda = 0.9
-    group.add_values(1)
-    group.estimate(1, group._recipe.algorithm)
-    assert list(group._actors.last("add_values")[0].values()) == [(1,)] * 4
-    given, timeout_s = group._actors.last("estimate")
-    assert (list(given.values()), timeout_s) == ([(1, group._recipe.algorithm, group._recipe.critic)] * 4, 22.0)
 
 
 def test_all_ranks_meet_where_the_first_one_says_before_weights_are_loaded(group):
     calls = group._actors.calls
-    assert [method for method, _, _ in calls] == ["pid", "rendezvous", "start", "load_weights"]
-    assert [timeout_s for _, _, timeout_s in calls] == [11.0] * 4
+    assert [method for method, _ in calls] == ["pid", "rendezvous", "start", "load_weights"]
+    assert [timeout_s for _, timeout_s in group._actors.timeouts] == [11.0] * 4
     assert calls[1][1] == {"trainer 0": (False,)}
     assert calls[2][1] == {f"trainer {rank}": ("tcp://10.0.0.1:29500",) for rank in range(4)}
     assert group.layout.rank == 0
@@ -206,7 +222,7 @@ def test_ranks_on_one_node_meet_at_a_file(monkeypatch, actor_class):
 
 
 def test_the_file_at_which_ranks_meet_is_in_a_folder_of_this_user_alone_that_goes_with_the_rank():
-    actor = object.__new__(TrainerActor.__ray_metadata__.modified_class)
+    actor = object.__new__(TrainerActor)
     path = Path(actor.rendezvous(True).removeprefix("file://"))
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert re.fullmatch(r"tcp://[\d.]+:\d+", actor.rendezvous(False))
@@ -218,7 +234,7 @@ def test_the_file_at_which_ranks_meet_is_in_a_folder_of_this_user_alone_that_goe
 
 def test_a_checkpoint_is_loaded_after_the_weights_by_its_absolute_path(group):
     group.start(Path("runs/checkpoints/step_000004"))
-    assert [method for method, _, _ in group._actors.calls[-2:]] == ["load_weights", "load_checkpoint"]
+    assert [method for method, _ in group._actors.calls[-2:]] == ["load_weights", "load_checkpoint"]
     given, timeout_s = group._actors.last("load_checkpoint")
     assert set(given.values()) == {(Path("runs/checkpoints/step_000004/trainer").absolute(),)}
     assert timeout_s == 22.0
@@ -242,16 +258,10 @@ def test_reports_of_log_probs_come_back_in_the_order_of_the_data_parallel_ranks(
         [f"{DATA_RANKS[rank]}: {number}" for number in range(2)] if rank % 2 else None
     )
     group._layouts = dict(reversed(group._layouts.items()))
-    assert group.add_logprobs(3, "old_logprobs", 0.7, routing=True) == ["0: 0", "0: 1", "1: 0", "1: 1"]
+    found = group.gather(RankBatches.add_logprobs, 3, "old_logprobs", 0.7, routing=True)
+    assert found == ["0: 0", "0: 1", "1: 0", "1: 1"]
     given, timeout_s = group._actors.last("add_logprobs")
     assert (set(given.values()), timeout_s) == ({(3, "old_logprobs", 0.7, True)}, 22.0)
-    settings = group._recipe.algorithm
-    group.set_remote(1, settings, 0.7)
-    given, timeout_s = group._actors.last("set_remote")
-    assert (list(given.values()), timeout_s) == ([(1, settings, 0.7)] * 4, 22.0)
-    group.add_advantages(settings)
-    given, timeout_s = group._actors.last("add_advantages")
-    assert (list(given.values()), timeout_s) == ([(settings,)] * 4, 22.0)
 
 
 def test_every_rank_makes_the_update_with_the_loss_of_the_recipe_and_the_same_denominator(group):
@@ -259,15 +269,15 @@ def test_every_rank_makes_the_update_with_the_loss_of_the_recipe_and_the_same_de
     group._actors.answers["accumulate"] = lambda rank, *given: [DATA_RANKS[rank]] if rank % 2 else None
     group._actors.answers["step"] = lambda rank: "the result"
     policy = loss_function("policy", group._recipe.algorithm, 0.5)
-    found = group.accumulate(1, policy, denominator=4, temperature=0.7, logprobs=True)
+    found = group.gather(RankBatches.accumulate, 1, policy, denominator=4, temperature=0.7, logprobs=True)
     assert found == [0, 1]
     given, timeout_s = group._actors.last("accumulate")
     assert (len(given), timeout_s) == (4, 22.0)
     update, loss, *rest = given["trainer 2"]
     assert (update, rest) == (1, [4, 0.7, True])
     assert (loss.keywords["settings"].clip_high, loss.keywords["entropy_coef"]) == (0.25, 0.5)
-    assert group.train_update(0, cross_entropy, denominator=4, temperature=1.0) == "the result"
-    assert group._actors.last("accumulate")[0]["trainer 0"] == (0, cross_entropy, 4, 1.0, False)
+    assert group.call(RankBatches.step) == "the result"
+    assert len(group._actors.last("step")[0]) == 4
 
 
 def test_the_report_of_a_resync_is_that_of_the_rank_that_makes_one(group):

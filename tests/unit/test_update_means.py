@@ -22,9 +22,9 @@ from slimrl.config.schema.credit import CreditConfig, CreditName, SelectionConfi
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import micro_batches
 from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.runtime.cluster import exchange, rank_batches
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.packed_updates import Update, make_updates
-from slimrl.trainer import exchange, rank_batches
-from slimrl.trainer.rank_batches import RankBatches
 
 LAYOUT = SimpleNamespace(alignment=4, data=2, micro_batch_multiple=1)
 LENGTH, SAMPLES = 60, 4
@@ -206,12 +206,12 @@ def held_trajectories(update: Update) -> set[int]:
 @pytest.mark.parametrize("num_solved", [0, 4, 9])
 def test_whitening_is_over_all_tokens_of_the_rollout(monkeypatch, num_solved):
     """REINFORCE++ with a baseline: mean and deviation have the zeros of solved groups in them."""
-    monkeypatch.setattr(exchange, "over_data", lambda value: [value])
-    monkeypatch.setattr(rank_batches, "sum_over_data", lambda values: [float(value) for value in values])
+    monkeypatch.setattr(exchange, "over_data", lambda value, group: [value])
+    monkeypatch.setattr(rank_batches, "sum_over_data", lambda values, group: [float(value) for value in values])
     batch = batch_of(3, num_solved=num_solved, num_mixed=3)
     settings = recipe(2, **SETTINGS[AlgorithmName.reinforce_pp_baseline])
     made = updates_of(batch, settings)
-    held = RankBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=True)))
+    held = RankBatches(SimpleNamespace(layout=SimpleNamespace(is_last_stage=True), data_group=None))
     held.put_batches([micro_batches([update.batch]) for update in made])
     held.add_advantages(settings.algorithm)
     means = {t.group_id: np.mean([o.reward for o in batch if o.group_id == t.group_id]) for t in batch}

@@ -50,7 +50,6 @@ def actor_log(index: int, part: int, role: str = ENGINE) -> str:
     return f"{part_name(index, part, role).replace(' ', '_')}_actor.log"
 
 
-@ray.remote(max_restarts=0)
 class EngineActor:
     """Starts, watches and ends an SGLang server, which ends with this process, however that ends."""
 
@@ -229,3 +228,7 @@ class EngineActor:
             nodes=(self.node.name,),
             pids=(os.getpid(), self.server.process.pid),
         )
+
+
+RemoteEngine = ray.remote(max_restarts=0)(EngineActor)
+"""EngineActor as Ray starts it in a process of its own"""

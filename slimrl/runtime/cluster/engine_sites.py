@@ -6,10 +6,13 @@ An engine has an actor on each of its nodes. The first one's server answers for 
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import groupby
+from operator import or_
 from pathlib import Path
+from typing import Concatenate
 
 from slimrl.config.env_vars import engine_variables
 from slimrl.config.schema.recipe import Recipe
@@ -17,7 +20,8 @@ from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.servers.server import TEACHER, part_name
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster.actors import ActorGroup
-from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress, actor_log
+from slimrl.runtime.cluster.calls import Calls
+from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress, RemoteEngine, actor_log
 from slimrl.runtime.cluster.placement import Slot
 from slimrl.runtime.cluster.reservation import Reservation, Room
 
@@ -44,7 +48,7 @@ class EngineSites:
         folder: RunFolder,
         places: Reservation,
         role: str,
-        actors: ActorGroup,
+        actors: ActorGroup[EngineActor],
         key: EngineKey,
     ) -> None:
         """
@@ -72,7 +76,7 @@ class EngineSites:
         self._sites[engine], self.parts[engine] = site, []
         for part, (node, of_node) in enumerate(groupby(site.slots, key=lambda slot: slot.node)):
             slots, name, starts = tuple(of_node), part_name(index, part, role), self._num_starts[engine]
-            actor = EngineActor.options(**places.options(slots[0], self._variables)).remote(  # type: ignore[attr-defined]
+            actor = RemoteEngine.options(**places.options(slots[0], self._variables)).remote(
                 self._recipe,
                 self._key,
                 logs.absolute(),
@@ -121,13 +125,23 @@ class EngineSites:
         """Names of the actors of these engines."""
         return [part for name in names for part in self.parts[name]]
 
-    def start_arguments(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Arguments with which the actors of engines start now: where those of an engine on several nodes meet."""
+    def begin[**P](
+        self,
+        start: Callable[Concatenate[EngineActor, str | None, P], EngineAddress],
+        names: Collection[str],
+        *given: P.args,
+        **options: P.kwargs,
+    ) -> Calls[EngineAddress]:
+        """Call a method that starts engines, on all of their parts.
+
+        Its first argument is the address at which the parts of an engine on several nodes meet, None for others.
+        """
         self._num_starts.update(list(names))
         several = [name for name in names if len(self.parts[name]) > 1]
         timeout_s = self._recipe.rollout.startup_timeout_s
-        met = self._actors.call("meeting", dict.fromkeys(several, ()), timeout_s=timeout_s) if several else {}
-        return {part: (met[name],) if name in met else () for name in names for part in self.parts[name]}
+        met = self._actors.on(several).begin(EngineActor.meeting).wait(timeout_s=timeout_s)
+        begun = [self._actors.on(self.parts[name]).begin(start, met.get(name), *given, **options) for name in names]
+        return reduce(or_, begun)
 
     def joined(self, name: str, started: Mapping[str, EngineAddress]) -> EngineAddress:
         """The address of an engine, with the nodes and processes of all of its parts."""

@@ -1,10 +1,12 @@
-"""One trainer rank as a Ray actor: a process that holds a TrainerWorker and its side of the resync.
+"""One trainer rank as a Ray actor: a process that holds the model, the batches that it learns from, and its side of the
+resync.
 
-Only the actor's process imports Megatron: the driver, which imports this module for the actor's class, does not pay
-for it.
+Only the actor's process imports Megatron: the driver, which imports this module to name the methods that it calls, does
+not pay for it.
 """
 
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,10 +18,11 @@ from slimrl.algorithms.passes import needs_reference
 from slimrl.base.imports import imports_uncollected
 from slimrl.base.meeting_folder import meeting_folder
 from slimrl.base.spans import SPANS
+from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import sends_drafts
-from slimrl.data.training import Layout
+from slimrl.data.training import Layout, MemoryPart
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.ports import free_port
 from slimrl.observability.logs import capture_output
@@ -30,11 +33,14 @@ from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.task.engine_format import engine_transform
 from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.rank_batches import RankBatches
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"progress": 1})  # type: ignore[call-overload]
-class TrainerActor:
-    """One trainer rank. The driver calls all ranks at once and in the same order."""
+class TrainerActor(RankBatches):
+    """One trainer rank. The driver calls all ranks at once and in the same order.
+
+    What it has as RankBatches is there once `start` has built the model.
+    """
 
     def __init__(
         self,
@@ -104,6 +110,7 @@ class TrainerActor:
             critic=self.is_critic,
         )
         self.worker.runner.on_progress = self._set_progress
+        super().__init__(self.worker.runner, self.recipe.algorithm.routing_replay)
         return self.worker.layout
 
     def load_weights(self) -> None:
@@ -114,21 +121,35 @@ class TrainerActor:
         else:
             self.worker.load_hf()
         if needs_reference(self.recipe):
-            self.worker.keep_reference()
+            self.reference = self.worker.keep_reference()
 
-    def work(self, method: str, *arguments: Any) -> Any:
-        with SPANS(method):
-            return getattr(self.worker, method)(*arguments)
+    def load_checkpoint(self, directory: Path) -> None:
+        self.worker.load_checkpoint(directory)
 
-    def give(self, update: int, names: list[str]) -> list[Any]:
+    def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
+        """Checksums of the files that this rank wrote, by name in the folder."""
+        return self.worker.save_checkpoint(directory)
+
+    def export_hf(self, directory: Path) -> None:
+        self.worker.export_hf(directory)
+
+    def release_memory(self, parts: Collection[MemoryPart]) -> None:
+        """Release parts of the device memory, which must be restored before they are used."""
+        self.worker.offload.release(parts)
+
+    def resume_memory(self, parts: Collection[MemoryPart]) -> None:
+        """Restore parts that `release_memory` freed; gradients come back as zeros."""
+        self.worker.offload.restore(parts)
+
+    def give(self, update: int, names: Sequence[str]) -> list[Any]:
         """References to the pieces that this rank has of an update's batch: one, or none."""
-        found = self.worker.pieces(update, names)
+        found = self.pieces(update, names)
         return [ray.put(found)] if found else []
 
     def take(self, update: int, references: list[Any]) -> None:
         """Add what `give` has given on other ranks."""
-        if self.worker.layout.is_last_stage:
-            self.worker.place(update, [piece for pieces in ray.get(references) for piece in pieces])
+        if self.runner.layout.is_last_stage:
+            self.place(update, [piece for pieces in ray.get(references) for piece in pieces])
 
     def connect_engines(self, engines: list[EngineAddress]) -> None:
         """Name the engines that `resync` updates; again when some were restarted, with the same names and addresses."""
@@ -168,8 +189,7 @@ class TrainerActor:
         """Send the weights to all engines; only rank 0 returns a report."""
         assert self.resync_session is not None, "connect_engines comes first"
         self._set_progress(0, 0)
-        with SPANS("resync"):
-            return self.resync_session.run(version, self._set_progress)
+        return self.resync_session.run(version, self._set_progress)
 
     def begin_torch_profile(self) -> None:
         from torch.profiler import profile
@@ -198,3 +218,7 @@ class TrainerActor:
 
     def _set_progress(self, done: int, total: int) -> None:
         self.done, self.total = done, total
+
+
+RemoteTrainer = ray.remote(max_restarts=0, concurrency_groups={"progress": 1})(TrainerActor)  # type: ignore[call-overload]
+"""TrainerActor as Ray starts it in a process of its own"""

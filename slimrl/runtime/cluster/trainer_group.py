@@ -2,34 +2,45 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import ray
 
-from slimrl.algorithms.mismatch import LogProbReport
-from slimrl.algorithms.objective import LossFunction
 from slimrl.base.spans import SPANS
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.env_vars import trainer_variables
-from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch
-from slimrl.data.training import Layout, MemoryPart, UpdateResult
+from slimrl.data.training import Layout, MemoryPart
 from slimrl.observability.progress import Phase, Progress
 from slimrl.observability.run_folder import RunFolder
-from slimrl.resync.session import ResyncReport
+from slimrl.resync.report import ResyncReport
 from slimrl.runtime.cluster.actors import ActorGroup
+from slimrl.runtime.cluster.calls import Calls
 from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.reservation import Reservation
-from slimrl.runtime.cluster.trainer_actor import TrainerActor
+from slimrl.runtime.cluster.trainer_actor import RemoteTrainer, TrainerActor
 
 TRAINER, CRITIC = "trainer", "critic"
 """Roles of ranks; also the folders of their parts of a run's checkpoint."""
 MEANWHILE_S = 1.0
 """Seconds between two calls of `meanwhile`."""
+
+_SHOWN = {
+    RankBatches.add_logprobs.__name__: ("log-probs", "micro-batches"),
+    RankBatches.report_own_routing.__name__: ("log-probs", "micro-batches"),
+    RankBatches.set_remote.__name__: ("log-probs", "micro-batches"),
+    RankBatches.add_values.__name__: ("values", "micro-batches"),
+    RankBatches.accumulate.__name__: ("train", "micro-batches"),
+    TrainerActor.resync.__name__: ("resync", "buckets"),
+}
+"""Methods whose progress is shown: the phase and its unit"""
 
 
 class TrainerGroup:
@@ -51,22 +62,19 @@ class TrainerGroup:
             role: TRAINER; or CRITIC, and the recipe is the critic's (`critic_recipe`).
         """
         self._recipe, self._progress, self.role = recipe, progress, role
-        actors, logs, nodes = {}, {}, {}
+        self._actors: ActorGroup[TrainerActor] = ActorGroup()
         variables = trainer_variables(recipe, os.environ)
         placed = places.placement.critics if role == CRITIC else places.placement.ranks
         for rank, slot in enumerate(placed):
             name, log_file = f"{role} {rank}", folder.log_file(f"{role}_{rank}")
-            options = places.options(slot, variables)
-            actors[name] = TrainerActor.options(**options).remote(  # type: ignore[attr-defined]
+            actor = RemoteTrainer.options(**places.options(slot, variables)).remote(
                 recipe, log_file.absolute(), Path.cwd(), rank, slot.node.name, total_updates, critic=role == CRITIC
             )
-            logs[name], nodes[name] = log_file, slot.node
-        self._nodes = nodes
-        self._actors = ActorGroup(actors, logs, nodes)
+            self._actors.add(name, actor, log_file, slot.node)
+        self._nodes = [slot.node.name for slot in placed]
         self._layouts: dict[str, Layout] = {}
         self.meanwhile: Callable[[], None] = lambda: None
-        """Function that is called every MEANWHILE_S while the ranks work, but not in a resync; what it raises ends the
-        wait"""
+        """Function that is called every MEANWHILE_S in a `call`; what it raises ends the wait"""
         self._looked = 0.0
         """Time of the last call of `meanwhile`, on the monotonic clock"""
         self.pids: tuple[int, ...] = ()
@@ -74,9 +82,8 @@ class TrainerGroup:
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
         """(role and node, pid) of each rank."""
-        return tuple(
-            (f"{name} on {self._nodes[name].name}", pid) for name, pid in zip(self._nodes, self.pids, strict=True)
-        )
+        named = zip(self._actors.names, self._nodes, self.pids, strict=True)
+        return tuple((f"{name} on {node}", pid) for name, node, pid in named)
 
     def start(self, checkpoint: Path | None = None) -> None:
         """Join the ranks, build the model and load the recipe's weights.
@@ -84,174 +91,113 @@ class TrainerGroup:
         Args:
             checkpoint: a run's checkpoint; its weights and optimizer state replace these.
         """
-        timeout_s = self._recipe.trainer.startup_timeout_s
-        self.pids = tuple(self._actors.call("pid", timeout_s=timeout_s).values())
-        first = self._actors.names[0]
-        on_one_node = len({node.name for node in self._nodes.values()}) == 1
-        meeting = self._actors.call("rendezvous", {first: (on_one_node,)}, timeout_s=timeout_s)[first]
-        self._layouts = self._actors.call("start", self._same(meeting), timeout_s=timeout_s)
-        self._actors.call("load_weights", timeout_s=timeout_s)
+        ranks, timeout_s = self._actors, self._recipe.trainer.startup_timeout_s
+        self.pids = tuple(ranks.begin(TrainerActor.pid).wait(timeout_s=timeout_s).values())
+        first = ranks.on(ranks.names[:1]).begin(TrainerActor.rendezvous, len(set(self._nodes)) == 1)
+        (meeting,) = first.wait(timeout_s=timeout_s).values()
+        self._layouts = ranks.begin(TrainerActor.start, meeting).wait(timeout_s=timeout_s)
+        ranks.begin(TrainerActor.load_weights).wait(timeout_s=timeout_s)
         if checkpoint is not None:
-            self._work("load_checkpoint", self._same((checkpoint / self.role).absolute()))
+            self.call(TrainerActor.load_checkpoint, (checkpoint / self.role).absolute())
 
     @property
     def layout(self) -> Layout:
         """Rank 0's; all ranks have its sizes."""
         return next(iter(self._layouts.values()))
 
-    def put_batches(self, updates: Sequence[PackedBatch]) -> None:
-        """Give the ranks a rollout's batches, which they hold until the next; an update's number is its index."""
-        batches = [ray.put([batch[rank] for batch in updates]) for rank in range(self.layout.data)]
-        self._work("put_batches", {name: (batches[layout.data_rank],) for name, layout in self._layouts.items()})
+    def call[**P, T](self, method: Callable[Concatenate[TrainerActor, P], T], *given: P.args, **options: P.kwargs) -> T:
+        """Call a method of all ranks; returns what it returns on the first one."""
+        return next(iter(self._finish(self._actors.begin(method, *given, **options)).values()))
 
-    def add_logprobs(self, update: int, name: str, temperature: float, *, routing: bool = False) -> list[LogProbReport]:
-        """Add the current policy's log-probs to an update's batch on the ranks, as array `name`.
-
-        Args:
-            routing: compare the experts of each token too.
+    def gather[**P, T](
+        self, method: Callable[Concatenate[TrainerActor, P], list[T] | None], *given: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """Call a method of which one rank of each data-parallel rank has results, and the others none.
 
         Returns:
-            A report for each micro-batch, in the order of `put_batches`; none of the reference.
+            These results, in the order of the data-parallel ranks, and so of `put_batches`.
         """
-        return self._reports(self._pass("log-probs", "add_logprobs", update, name, temperature, routing))
+        results = self._finish(self._actors.begin(method, *given, **options))
+        in_order = sorted(results, key=lambda name: self._layouts[name].data_rank)
+        return [result for name in in_order for result in results[name] or ()]
 
-    def report_own_routing(self, update: int, temperature: float) -> list[LogProbReport]:
-        """What `add_logprobs` would report if no routing were replayed."""
-        return self._reports(self._pass("log-probs", "report_own_routing", update, temperature))
+    def put_batches(self, updates: Sequence[PackedBatch]) -> None:
+        """Give the ranks a rollout's batches, which they hold until the next; an update's number is its index."""
+        begun = []
+        for data_rank in range(self.layout.data):
+            batches: Any = ray.put([batch[data_rank] for batch in updates])
+            holders = [name for name, layout in self._layouts.items() if layout.data_rank == data_rank]
+            begun.append(self._actors.on(holders).begin(TrainerActor.put_batches, batches))
+        self._finish(reduce(or_, begun))
 
-    def add_advantages(self, settings: AlgorithmConfig) -> None:
-        """See RankBatches.add_advantages."""
-        self._work("add_advantages", self._same(settings))
-
-    def set_remote(self, update: int, settings: AlgorithmConfig, temperature: float) -> None:
-        """See RankBatches.set_remote."""
-        self._pass("log-probs", "set_remote", update, settings, temperature)
-
-    def pieces(self, update: int, names: Sequence[str]) -> list[Any]:
-        """Ray references to what RankBatches.pieces gives on each rank; the arrays do not come to the driver."""
-        found = self._actors.call("give", self._same(update, list(names)), timeout_s=self._recipe.trainer.timeout_s)
-        return [reference for of_rank in found.values() for reference in of_rank]
-
-    def place(self, update: int, pieces: Sequence[Any]) -> None:
-        """Add the arrays of another group's `pieces` to an update's batch; see RankBatches.place."""
+    def send(self, update: int, names: Sequence[str], receivers: "TrainerGroup") -> None:
+        """Add arrays of an update's batch to that of another group's ranks; they do not come to the driver."""
+        found = self.gather(TrainerActor.give, update, names)
         # As an object of its own, so that the references are not serialized for each rank.
-        self._call("take", update, ray.put(list(pieces)))
-
-    def add_values(self, update: int) -> None:
-        """See RankBatches.add_values."""
-        self._pass("values", "add_values", update)
-
-    def estimate(self, update: int, algorithm: AlgorithmConfig) -> None:
-        """See RankBatches.estimate.
-
-        Args:
-            algorithm: the policy's.
-        """
-        self._work("estimate", self._same(update, algorithm, self._recipe.critic))
-
-    def accumulate(
-        self,
-        update: int,
-        loss: LossFunction,
-        *,
-        denominator: float,
-        temperature: float,
-        logprobs: bool = False,
-    ) -> list[LogProbReport]:
-        """Gradients of an update's batch, for `step`; see RankBatches.accumulate."""
-        return self._reports(self._pass("train", "accumulate", update, loss, denominator, temperature, logprobs))
-
-    def step(self) -> UpdateResult:
-        """Do one optimizer step with the gradients of `accumulate`."""
-        return next(iter(self._work("step", self._same()).values()))
-
-    def train_update(self, update: int, loss: LossFunction, *, denominator: float, temperature: float) -> UpdateResult:
-        """Do one optimizer update on an update's batch: `accumulate` and `step`."""
-        self.accumulate(update, loss, denominator=denominator, temperature=temperature)
-        return self.step()
+        references: Any = ray.put(found)
+        receivers.call(TrainerActor.take, update, references)
 
     def connect_engines(self, engines: Sequence[EngineAddress]) -> None:
         """Connect the ranks with the engines; before the first resync, and again when some engines have been
         restarted."""
-        self._call("connect_engines", list(engines))
+        self._finish(self._actors.begin(TrainerActor.connect_engines, list(engines)), alone=True)
 
     def resync(self, version: int) -> ResyncReport:
         """Send the weights to the engines; when this returns, they serve them as `version`."""
-        with self._watched("resync", "buckets") as watch, SPANS(f"{self.role}: resync"):
-            results = self._actors.call(
-                "resync", self._same(version), timeout_s=self._recipe.trainer.timeout_s, while_waiting=watch
-            )
+        results = self._finish(self._actors.begin(TrainerActor.resync, version), alone=True)
         return next(report for report in results.values() if report is not None)
 
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
         """Release parts of the ranks' device memory; see Offload.release."""
-        self._work("release_memory", self._same(list(parts)))
+        self.call(TrainerActor.release_memory, list(parts))
 
     def resume_memory(self, parts: Collection[MemoryPart]) -> None:
         """Restore parts of the ranks' device memory; see Offload.restore."""
-        self._work("resume_memory", self._same(list(parts)))
+        self.call(TrainerActor.resume_memory, list(parts))
 
     def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
         """Checksums of all files that the ranks wrote, by name in the folder."""
-        written = self._work("save_checkpoint", self._same(directory.absolute()))
+        written = self._finish(self._actors.begin(TrainerActor.save_checkpoint, directory.absolute()))
         return {name: digest for files in written.values() for name, digest in files.items()}
 
     def export_hf(self, directory: Path) -> None:
-        self._work("export_hf", self._same(directory.absolute()))
+        self.call(TrainerActor.export_hf, directory.absolute())
 
     def begin_torch_profile(self) -> None:
         """Record what torch does on every rank."""
-        self._call("begin_torch_profile")
+        self._finish(self._actors.begin(TrainerActor.begin_torch_profile), alone=True)
 
     def end_torch_profile(self, folder: Path) -> None:
         """Add each rank's record to a profile's folder."""
-        self._call("end_torch_profile", folder)
+        self._finish(self._actors.begin(TrainerActor.end_torch_profile, folder), alone=True)
 
     def close(self) -> None:
         """Have the ranks release what outlives a process; for a successful end of a run."""
-        self._call("close")
+        self._finish(self._actors.begin(TrainerActor.close), alone=True)
 
     def kill(self) -> None:
         """End all processes at once."""
         self._actors.kill()
 
-    def _reports(self, results: Mapping[str, list[LogProbReport] | None]) -> list[LogProbReport]:
-        """Reports of the ranks in the order of `put_batches`."""
-        reported = {self._layouts[name].data_rank: result for name, result in results.items() if result is not None}
-        return [report for rank in sorted(reported) for report in reported[rank]]
+    def _finish[T](self, calls: Calls[T], *, alone: bool = False) -> dict[str, T]:
+        """The results of calls of the ranks; until they come, the first rank's progress is shown.
 
-    def _same(self, *arguments: Any) -> dict[str, tuple[Any, ...]]:
-        return dict.fromkeys(self._actors.names, arguments)
-
-    def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        return self._actors.call(method, self._same(*arguments), timeout_s=self._recipe.trainer.timeout_s)
-
-    def _work(
-        self, method: str, arguments: Mapping[str, tuple[Any, ...]], while_waiting: Callable[[], None] | None = None
-    ) -> dict[str, Any]:
-        """Call a method of the ranks' workers; errors have its name."""
-        with SPANS(f"{self.role}: {method}"):
-            calls = self._actors.begin("work", {name: (method, *given) for name, given in arguments.items()})
-            timeout_s = self._recipe.trainer.timeout_s
+        Args:
+            alone: leave out `meanwhile`, for example in a resync: engines that load weights are not asked how they are.
+        """
+        phase, unit = _SHOWN.get(calls.method, ("", ""))
+        display = self._progress.phase(phase, 0, unit) if phase else nullcontext()
+        with SPANS(f"{self.role}: {calls.method}"), display as shown:
+            watch = None if shown is None else _Watch(self._actors.first, shown)
 
             def wait() -> None:
-                if time.monotonic() - self._looked > MEANWHILE_S:
+                if not alone and time.monotonic() - self._looked > MEANWHILE_S:
                     self._looked = time.monotonic()
                     self.meanwhile()
-                if while_waiting is not None:
-                    while_waiting()
+                if watch is not None:
+                    watch()
 
-            return self._actors.wait(calls, method, timeout_s=timeout_s, while_waiting=wait)
-
-    def _pass(self, phase: str, method: str, *arguments: Any) -> dict[str, Any]:
-        with self._watched(phase, "micro-batches") as watch:
-            return self._work(method, self._same(*arguments), watch)
-
-    @contextmanager
-    def _watched(self, phase: str, unit: str) -> Iterator[Callable[[], None]]:
-        """A function that shows rank 0's progress each time it is called."""
-        with self._progress.phase(phase, 0, unit) as shown:
-            yield _Watch(self._actors.first, shown)
+            return calls.wait(timeout_s=self._recipe.trainer.timeout_s, while_waiting=wait)
 
 
 class _Watch:

@@ -2,17 +2,21 @@
 
 The driver puts them on the ranks once, numbered by optimizer update. A pass may add an array that the update reads, so
 results stay on the ranks; the driver gets a report.
+
+The driver imports this module to name the methods that it calls, so it leaves Megatron to the runner.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slimrl.algorithms.cross_batch_sums import remote_sums, set_remote
 from slimrl.algorithms.mismatch import LogProbReport, report_logprobs
 from slimrl.algorithms.objective import LossFunction
+from slimrl.algorithms.routing import engine_experts
 from slimrl.algorithms.token_advantages import charges_kl, kl_returns, kl_rewards, whitening_deviation
 from slimrl.algorithms.values import estimate_advantages
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig, RoutingReplay
@@ -28,15 +32,16 @@ from slimrl.data.packing import (
 )
 from slimrl.data.pieces import Piece, cut, join, pieces_of, scattered
 from slimrl.data.training import LogProbs, UpdateResult
-from slimrl.trainer.exchange import by_trajectory, over_data, sum_over_data
-from slimrl.trainer.micro_batch_runner import MicroBatchRunner
-from slimrl.trainer.routing_replay import engine_experts
+from slimrl.runtime.cluster.exchange import by_trajectory, over_data, sum_over_data
+
+if TYPE_CHECKING:
+    from slimrl.trainer.micro_batch_runner import MicroBatchRunner
 
 
 class RankBatches:
     """All ranks make each call together. Ranks of one data-parallel rank hold the same micro-batches."""
 
-    def __init__(self, runner: MicroBatchRunner, routing_replay: RoutingReplay = RoutingReplay.off) -> None:
+    def __init__(self, runner: "MicroBatchRunner", routing_replay: RoutingReplay = RoutingReplay.off) -> None:
         self.runner, self.replay_mode = runner, routing_replay
         self.updates: list[list[MicroBatch]] = []
         """Micro-batches of this rank, by update"""
@@ -94,7 +99,7 @@ class RankBatches:
             return
         own = [remote_sums(batch, result.logprobs, settings) for batch, result in zip(batches, found, strict=True)]
         with_ids = [(batch.trajectories, sums) for batch, sums in zip(batches, own, strict=True)]
-        set_remote(batches, own, [one for of_rank in over_data(with_ids) for one in of_rank])
+        set_remote(batches, own, [one for of_rank in over_data(with_ids, self.runner.data_group) for one in of_rank])
 
     def add_advantages(self, settings: AlgorithmConfig) -> None:
         """Add the advantages of tokens: those of trajectories and turns, plus the teacher's, charged with the KL,
@@ -156,7 +161,7 @@ class RankBatches:
         rewards = {int(t): float(r) for b in batches for t, r in zip(b.trajectories, b.advantages, strict=True)}
         advantages: dict[int, np.ndarray] = {}
         returns: dict[int, np.ndarray] = {}
-        for trajectory, pieces in by_trajectory(own, batches).items():
+        for trajectory, pieces in by_trajectory(own, batches, self.runner.data_group).items():
             values = join(pieces)
             rewards_S = np.zeros(len(values[VALUES]))
             if charged:
@@ -202,7 +207,7 @@ class RankBatches:
             pieces_of(batch, {name: batch.added[name] for name in (OLD_LOGPROBS, REFERENCE_LOGPROBS)})
             for batch in batches
         ]
-        whole = by_trajectory([piece for of_batch in own for piece in of_batch], batches)
+        whole = by_trajectory([piece for of_batch in own for piece in of_batch], batches, self.runner.data_group)
         charged: dict[int, np.ndarray] = {}
         for pieces in whole.values():
             values = join(pieces)
@@ -215,9 +220,9 @@ class RankBatches:
         batches = [batch for of_update in self.updates for batch in of_update]
         sampled = [batch.added[ADVANTAGES][batch.mask].astype(np.float64) for batch in batches]
         values_S = np.concatenate(sampled) if sampled else np.zeros(0)
-        count, total = sum_over_data([len(values_S), values_S.sum()])
+        count, total = sum_over_data([len(values_S), values_S.sum()], self.runner.data_group)
         mean = total / count
-        (squares,) = sum_over_data([np.square(values_S - mean).sum()])
+        (squares,) = sum_over_data([np.square(values_S - mean).sum()], self.runner.data_group)
         deviation = whitening_deviation(count, squares)
         for batch in batches:
             values_T = batch.added[ADVANTAGES]
