@@ -3,14 +3,29 @@
 import re
 from collections.abc import Iterator
 
-from slimrl.config.bounds import MODULE_FUNCTION, no_import_path
 from slimrl.config.mcp_rules import mcp_violations
-from slimrl.config.problems import Violation
+from slimrl.config.package_fields import tool_call_parsers
+from slimrl.config.problems import Violation, suggestion
 from slimrl.config.sandbox_rules import sandbox_violations
-from slimrl.config.schema.agent import HistoryMode
+from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.types import MODULE_FUNCTION
 
+TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31")
+"""Published prompts that tell a model its tools (slimrl/agent/chat/tool_prompts.py)"""
 TOOL_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
+
+
+def chat_violations(agent: AgentConfig) -> Iterator[Violation]:
+    """Names of parsers and of prompts that nothing has."""
+    if agent.parser and agent.parser not in tool_call_parsers() and not MODULE_FUNCTION.fullmatch(agent.parser):
+        known = tool_call_parsers()
+        meant = suggestion(agent.parser, known) or f" SGLang has {', '.join(known)}."
+        yield "agent.parser", f"{agent.parser!r} is neither a parser of SGLang nor an import path module:name.{meant}"
+    told = agent.tool_prompt
+    if told and told not in TOOL_PROMPTS and "{tools}" not in told:
+        names = ", ".join(TOOL_PROMPTS)
+        yield "agent.tool_prompt", f"{told!r} is neither {names}, nor a text with {{tools}} where the schemas go."
 
 
 def agent_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -42,9 +57,6 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
             yield key, f"{name!r} is not a name of a tool; use letters, digits and '_'."
         if name in [path.rpartition(":")[2] for path in agent.tools]:
             yield key, "a tool of agent.tools has this name too. Use another."
-        for path in subagent.tools:
-            if not MODULE_FUNCTION.fullmatch(path):
-                yield f"{key}.tools", no_import_path(path)
         if subagent.max_turns >= recipe.rollout.max_turns:
             yield (
                 f"{key}.max_turns",
@@ -71,8 +83,6 @@ def agent_warnings(recipe: Recipe) -> Iterator[Violation]:
 
 def _compaction_violations(recipe: Recipe) -> Iterator[Violation]:
     compaction, limit = recipe.agent.compaction, recipe.rollout.max_trajectory_tokens
-    if compaction.function and not MODULE_FUNCTION.fullmatch(compaction.function):
-        yield "agent.compaction.function", no_import_path(compaction.function)
     if compaction.at_tokens is None:
         if compaction.function:
             yield "agent.compaction.function", "nothing is compacted without agent.compaction.at_tokens."

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from slimrl.config.bounds import MODULE_FUNCTION
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema.algorithm import (
     AdvantageName,
@@ -15,6 +14,7 @@ from slimrl.config.schema.algorithm import (
     OldPolicy,
 )
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.types import MODULE_FUNCTION
 
 SEQUENCE_LOSSES = (LossName.gspo.value, LossName.gspo_token.value)
 TOKEN_CLIPPED_LOSSES = (LossName.ppo.value, LossName.cispo.value, LossName.gmpo.value)

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimrl.config.agent_rules import agent_file_violations, agent_violations, agent_warnings
+from slimrl.config.agent_rules import agent_file_violations, agent_violations, agent_warnings, chat_violations
 from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
 from slimrl.config.async_rules import mode_violations, mode_warnings
-from slimrl.config.bounds import DIVISORS, bound_violations
 from slimrl.config.credit_rules import credit_violations
 from slimrl.config.critic import critic_recipe
 from slimrl.config.critic_rules import critic_violations, of_critic
@@ -79,11 +78,10 @@ def check_recipe(
         command: rules for settings that this command does not read are left out.
         teacher_config: the teacher's config.json, or None to leave out the rules that need it.
     """
-    violations = list(bound_violations(recipe))
-    if any(key.startswith(DIVISORS) for key, _ in violations):
-        return [Problem(key=key, message=message) for key, message in violations]
+    violations: list[Violation] = []
     warnings: list[Violation] = []
     experts = 0 if hf_config is None else num_experts(hf_config) or 1
+    violations += chat_violations(recipe.agent)
     violations += [*eval_violations(recipe, command), *data_violations(recipe, command)]
     violations += reward_violations(recipe, command)
     teaches = is_needed("teacher", command)

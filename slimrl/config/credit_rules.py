@@ -36,8 +36,6 @@ def _turn_violations(recipe: Recipe) -> Iterator[Violation]:
             "algorithm.credit.name",
             f"{credit.name.value} compares turns with algorithm.advantage {others}, not with {advantage}.",
         )
-    if any(weight < 0 for weight in credit.turn_weights):
-        yield "algorithm.credit.turn_weights", f"{credit.turn_weights}: must not be negative."
 
 
 def _stage_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -51,8 +49,6 @@ def _stage_violations(recipe: Recipe) -> Iterator[Violation]:
                 f"has {len(weights)} weights for {stages} stages: one more than algorithm.credit.stage_starts has "
                 "steps.",
             )
-        if any(weight < 0 for weight in weights):
-            yield f"algorithm.credit.{name}", f"{weights}: must not be negative."
     if any(later <= earlier for earlier, later in pairwise([1, *credit.stage_starts])):
         yield "algorithm.credit.stage_starts", f"{credit.stage_starts}: must be steps above 1 in rising order."
 

@@ -39,9 +39,6 @@ def _weight_violations(recipe: Recipe) -> Iterator[Violation]:
         yield f"data.weights.{name}", f"data.more names no such file.{suggestion(name, files)}"
     for name in files.keys() - weights.keys():
         yield "data.weights", f"has no weight of {name}; give one to each of {', '.join(files)}."
-    for name, weight in weights.items():
-        if not weight > 0:
-            yield f"data.weights.{name}", f"{weight}: must be greater than 0."
 
 
 def _key_violations(section: str, keys: dict[str, str], names: tuple[str, ...], command: str) -> Iterator[Violation]:

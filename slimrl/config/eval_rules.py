@@ -56,9 +56,7 @@ def _sample_violations(recipe: Recipe) -> Iterator[Violation]:
                 f"Set that to {other}, or samples_per_prompt to 1.",
             )
     for k in recipe.eval.pass_at:
-        if k < 1:
-            yield "eval.pass_at", f"{k}: must be at least 1."
-        elif k > samples:
+        if k > samples:
             yield (
                 "eval.pass_at",
                 f"pass@{k} needs {k} samples of each prompt, and eval.samples_per_prompt is {samples}. "

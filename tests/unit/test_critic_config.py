@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe_problems import recipe_problems
 
-from slimrl.config.check import check_recipe
 from slimrl.config.critic import critic_recipe
 from slimrl.config.keys import flatten
 from slimrl.config.load import NOT_NEEDED, Command, LoadedRecipe, load_recipe
@@ -69,8 +69,8 @@ def own_keys(loaded: LoadedRecipe) -> set[str]:
 
 def problems_of(*overrides: str, command: Command = "train", model: dict | None = MODEL) -> list[tuple[str, str]]:
     """Key and message of each problem that is no warning."""
-    recipe = load(*overrides, command=command).recipe
-    return [(p.key, p.message) for p in check_recipe(recipe, model, command) if not p.warning]
+    found = recipe_problems("recipe.yaml", overrides, model, command)
+    return [(p.key, p.message) for p in found if not p.warning]
 
 
 def test_the_critic_s_ranks_have_the_trainer_s_settings_where_it_has_none_of_its_own():

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT
+from recipe_problems import recipe_problems
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
-from slimrl.config.check import check_loaded, check_recipe
+from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.estimates.planner.engine import GIB
@@ -26,8 +27,7 @@ STUDENT = published_config("Qwen3-4B")
 
 
 def found(*overrides: str, teacher_config=TEACHER, command="train") -> dict[str, str]:
-    recipe = load_recipe(POLICY, list(overrides), command=command).recipe
-    problems = check_recipe(recipe, STUDENT, command, teacher_config=teacher_config)
+    problems = recipe_problems(POLICY, overrides, STUDENT, command, teacher_config=teacher_config)
     return {problem.key: problem.message for problem in problems if not problem.warning}
 
 

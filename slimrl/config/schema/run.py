@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from omegaconf import MISSING
+from slimrl.config.schema.types import MISSING, FileName, FilePath, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class WandbMode(str, Enum):
@@ -17,20 +17,20 @@ class WandbMode(str, Enum):
 
 @dataclass(kw_only=True)
 class RunConfig:
-    name: str = MISSING
+    name: FileName = MISSING
     """Name of the run; its folder is `<dir>/<name>`."""
-    dir: str = "runs"
+    dir: FilePath = "runs"
     """Folder that holds the run folders."""
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    every_steps: int = 0
+    every_steps: NonNegativeInt = 0
     """Steps between checkpoints; 0 saves only at the end."""
-    grace_s: float = 60.0
+    grace_s: PositiveFloat = 60.0
     """Seconds after SIGUSR1 that a rollout may take; the run finishes and saves its step, but drops a rollout that
     takes longer."""
-    keep: int = 2
+    keep: PositiveInt = 2
     """Number of newest checkpoints kept."""
 
 
@@ -40,5 +40,5 @@ class TrackingConfig:
     """How metrics reach wandb."""
     wandb_project: str = "slimrl"
     """wandb's project for the run."""
-    trajectories_per_step: int = 4
+    trajectories_per_step: NonNegativeInt = 4
     """Number of trajectories per step that are written as readable text."""

@@ -2,22 +2,24 @@
 
 from dataclasses import dataclass
 
+from slimrl.config.schema.types import PositiveFloat, PositiveInt
+
 
 @dataclass(kw_only=True)
 class StopConfig:
     """Limits of a step's metrics: the run stops when a metric is beyond its limit in several steps in a row."""
 
-    patience_steps: int = 3
+    patience_steps: PositiveInt = 3
     """Steps in a row beyond a limit that stop the run; steps without an optimizer update do not count."""
-    mismatch: float | None = None
+    mismatch: PositiveFloat | None = None
     """Largest `mismatch/logprob_abs_mean`; `algorithm.max_logprob_mismatch` stops at the first step."""
-    kl: float | None = None
+    kl: PositiveFloat | None = None
     """Largest `policy/kl`."""
-    entropy_min: float | None = None
+    entropy_min: PositiveFloat | None = None
     """Smallest `policy/entropy`."""
-    entropy_max: float | None = None
+    entropy_max: PositiveFloat | None = None
     """Largest `policy/entropy`."""
-    grad_norm: float | None = None
+    grad_norm: PositiveFloat | None = None
     """Largest `policy/grad_norm`."""
-    effective_sample_size_min: float | None = None
+    effective_sample_size_min: PositiveFloat | None = None
     """Smallest `policy/effective_sample_size`."""

@@ -3,34 +3,36 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimrl.config.schema.types import FilePath, NonNegativeInt, PositiveFloat, PositiveInt
+
 
 @dataclass(kw_only=True)
 class TeacherConfig:
     """The model that scores the policy's tokens for on-policy distillation
     (docs/algorithms.md#on-policy-distillation)."""
 
-    path: str = ""
+    path: FilePath = ""
     """Hugging Face checkpoint folder or id on the Hub, as `model.path`; its tokenizer must be the policy's. The run
     serves it on devices of its own. Empty for none."""
     urls: list[str] = field(default_factory=list)
     """SGLang servers of the teacher that somebody else runs, such as `http://node7:30000`, instead of `path`."""
-    num_engines: int = 1
+    num_engines: PositiveInt = 1
     """Number of SGLang servers, each with a whole teacher."""
-    engine_tp: int = 1
+    engine_tp: PositiveInt = 1
     """Tensor-parallel size of a teacher's engine, which is its number of ranks."""
-    engine_ep: int = 1
+    engine_ep: PositiveInt = 1
     """Expert-parallel size of a teacher's engine; it divides `engine_tp`."""
-    engine_nodes: int = 1
+    engine_nodes: PositiveInt = 1
     """Nodes over which each of its engines spreads its ranks evenly."""
-    threads_per_engine: int = 1
+    threads_per_engine: PositiveInt = 1
     """CPU threads of each of its processes (OMP_NUM_THREADS)."""
-    max_concurrency_per_engine: int = 32
+    max_concurrency_per_engine: PositiveInt = 32
     """Segments that one engine, or one server of `urls`, scores at a time."""
-    request_timeout_s: float = 300.0
+    request_timeout_s: PositiveFloat = 300.0
     """Deadline for the score of a segment, once it is its turn."""
-    startup_timeout_s: float = 600.0
+    startup_timeout_s: PositiveFloat = 600.0
     """Deadline for an engine to start."""
-    max_replacements: int = 3
+    max_replacements: NonNegativeInt = 3
     """Most of its engines that a run restarts, because they ended, before it stops."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of its engines' processes; those that slimrl sets are refused."""
