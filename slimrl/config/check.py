@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.agent_rules import agent_file_violations, agent_violations, agent_warnings, chat_violations
-from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
+from slimrl.config.algorithm_rules import (
+    algorithm_violations,
+    algorithm_warnings,
+    credit_violations,
+    routing_violations,
+    stop_violations,
+)
 from slimrl.config.async_rules import mode_violations, mode_warnings
-from slimrl.config.credit_rules import credit_violations
-from slimrl.config.critic import critic_recipe
-from slimrl.config.critic_rules import critic_violations, of_critic
-from slimrl.config.data_rules import data_violations
+from slimrl.config.critic import critic_recipe, critic_violations, of_critic
+from slimrl.config.data_rules import data_violations, eval_violations
 from slimrl.config.env_vars import environment_violations
-from slimrl.config.eval_rules import eval_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations, trainer_tile_warnings
 from slimrl.config.fp8_training import fp8_violations
 from slimrl.config.hf_config import num_experts, read_hf_config
@@ -33,11 +36,9 @@ from slimrl.config.rollout_rules import (
     rollout_violations,
     transport_warnings,
 )
-from slimrl.config.routing_rules import routing_violations
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import draft_violations
-from slimrl.config.stop_rules import stop_violations
-from slimrl.config.teacher_rules import teacher_model_violations, teacher_violations
+from slimrl.config.teacher import teacher_model_violations, teacher_violations
 from slimrl.config.tracking_rules import tracking_warnings
 from slimrl.config.trainer_rules import (
     batch_violations,

@@ -32,9 +32,8 @@ from slimrl.config.problems import Problem, RecipeError, suggestion
 from slimrl.config.schema.algorithm import AlgorithmName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.types import MISSING
-from slimrl.config.sources import read_file, read_overrides
 from slimrl.config.validation import validated
-from slimrl.config.yaml_source import Entry, display_path
+from slimrl.config.yaml_source import Entry, display_path, read_file, read_overrides
 
 Command = Literal[
     "train", "train --trajectories", "sft", "eval", "rollout", "export", "resync estimate", "resync bench"

@@ -12,8 +12,7 @@ from slimrl.config.aliases import alias_of
 from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.package_fields import FieldType, megatron_fields, sglang_fields
 from slimrl.config.problems import Violation, near_name, suggestion
-from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
-from slimrl.config.teacher_verdicts import TEACHER_VERDICTS
+from slimrl.config.sglang_verdicts import SGLANG_VERDICTS, TEACHER_VERDICTS
 from slimrl.config.verdicts import Judgement, Verdict
 
 MEGATRON = ("trainer.megatron", "critic.trainer.megatron")

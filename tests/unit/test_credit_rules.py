@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.config.credit_rules import credit_violations
+from slimrl.config.algorithm_rules import credit_violations
 from slimrl.config.schema.credit import CreditName, RefillMode, SelectionMode
 from slimrl.config.schema.recipe import Recipe
 

@@ -11,16 +11,13 @@ from pydantic import with_config
 
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig
-from slimrl.config.schema.critic import CriticConfig
 from slimrl.config.schema.data import DataConfig, EvalConfig, SftConfig
-from slimrl.config.schema.model import ModelConfig
+from slimrl.config.schema.model import ModelConfig, TeacherConfig
 from slimrl.config.schema.resync import ResyncConfig, TransportName
 from slimrl.config.schema.reward import RewardConfig
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.config.schema.run import CheckpointConfig, RunConfig, TrackingConfig
-from slimrl.config.schema.stop import StopConfig
-from slimrl.config.schema.teacher import TeacherConfig
-from slimrl.config.schema.trainer import TrainerConfig
+from slimrl.config.schema.run import CheckpointConfig, RunConfig, StopConfig, TrackingConfig
+from slimrl.config.schema.trainer import CriticConfig, TrainerConfig
 from slimrl.config.schema.types import MISSING, Flag, NonNegativeInt, PositiveInt
 
 

@@ -1,4 +1,4 @@
-"""The run: its folder, its checkpoints, and where it is followed."""
+"""The run: its folder, its checkpoints, where it is followed, and the limits that stop it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -42,3 +42,23 @@ class TrackingConfig:
     """wandb's project for the run."""
     trajectories_per_step: NonNegativeInt = 4
     """Number of trajectories per step that are written as readable text."""
+
+
+@dataclass(kw_only=True)
+class StopConfig:
+    """Limits of a step's metrics: the run stops when a metric is beyond its limit in several steps in a row."""
+
+    patience_steps: PositiveInt = 3
+    """Steps in a row beyond a limit that stop the run; steps without an optimizer update do not count."""
+    mismatch: PositiveFloat | None = None
+    """Largest `mismatch/logprob_abs_mean`; `algorithm.max_logprob_mismatch` stops at the first step."""
+    kl: PositiveFloat | None = None
+    """Largest `policy/kl`."""
+    entropy_min: PositiveFloat | None = None
+    """Smallest `policy/entropy`."""
+    entropy_max: PositiveFloat | None = None
+    """Largest `policy/entropy`."""
+    grad_norm: PositiveFloat | None = None
+    """Largest `policy/grad_norm`."""
+    effective_sample_size_min: PositiveFloat | None = None
+    """Smallest `policy/effective_sample_size`."""

@@ -1,4 +1,4 @@
-"""The trainer: layout, optimizer, batches, adapters."""
+"""The trainer: layout, optimizer, batches, adapters; and the critic, which has a trainer of its own."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,9 +12,11 @@ from slimrl.config.schema.types import (
     MISSING,
     Decay,
     Flag,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
 )
 
@@ -139,3 +141,22 @@ class TrainerConfig:
     megatron: dict[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig,
     [those that are safe](#fields-of-megatron-core-and-sglang)."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    """The model that estimates values for `algorithm.advantage: gae` (docs/algorithms.md#ppo-with-a-critic). It
+    starts from `model` and has ranks on devices of its own."""
+
+    discount: PositiveFraction = 1.0
+    """Gamma: what a reward is worth one sampled token earlier."""
+    gae_lambda: Fraction = 1.0
+    """Lambda: 1 takes rewards as they came, 0 the critic's estimate from the next sampled token on."""
+    value_clip: NonNegativeFloat = 0.2
+    """An update gains nothing by moving a value further than this from where it was before the rollout's first update;
+    0 is off."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps of the run, in which only the critic learns."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Layout, optimizer and batches of the critic: the settings of `trainer`, whose values it has where a recipe gives
+    none here."""
