@@ -30,7 +30,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
         engine_tp=teacher.engine_tp,
         engine_ep=teacher.engine_ep,
         engine_nodes=teacher.engine_nodes,
-        threads_per_engine=teacher.threads_per_engine,
+        threads_per_engine=recipe.rollout.threads_per_engine,
         max_concurrency_per_engine=teacher.max_concurrency_per_engine,
         max_trajectory_tokens=recipe.rollout.max_trajectory_tokens,
         request_timeout_s=teacher.request_timeout_s,

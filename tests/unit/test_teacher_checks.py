@@ -60,7 +60,7 @@ def test_a_teacher_that_fits_has_no_problems_and_none_is_no_teacher():
         ),
         (["teacher.path=m", "teacher.engine_tp=3"], "teacher.engine_tp", "3 neither divides the model's 4"),
         (["teacher.path=m", "teacher.sglang.mem_fraction_static=2"], "teacher.sglang.mem_fraction_static", "2: must"),
-        (["teacher.path=m", "teacher.env.OMP_NUM_THREADS=3"], "teacher.env.OMP_NUM_THREADS", "by teacher.threads_per"),
+        (["teacher.path=m", "teacher.env.OMP_NUM_THREADS=3"], "teacher.env.OMP_NUM_THREADS", "by rollout.threads_per"),
         (["teacher.path=$HOME/m"], "teacher.path", "is not expanded"),
         (
             ["teacher.path=m", "teacher.sglang.context_length=4096", "rollout.max_trajectory_tokens=4096"],

@@ -39,8 +39,6 @@ class TeacherConfig:
     """Expert-parallel size of a teacher's engine; it divides `engine_tp`."""
     engine_nodes: PositiveInt = 1
     """Nodes over which each of its engines spreads its ranks evenly."""
-    threads_per_engine: PositiveInt = 1
-    """CPU threads of each of its processes (OMP_NUM_THREADS)."""
     max_concurrency_per_engine: PositiveInt = 32
     """Segments that one engine, or one server of `urls`, scores at a time."""
     request_timeout_s: PositiveFloat = 300.0

@@ -84,7 +84,7 @@ class RolloutConfig:
     engine_nodes: PositiveInt = 1
     """Nodes over which each engine spreads its ranks evenly; not with resync.transport ipc."""
     threads_per_engine: PositiveInt = 1
-    """CPU threads of each engine process (OMP_NUM_THREADS)."""
+    """CPU threads of each process of an engine, a teacher's too (OMP_NUM_THREADS)."""
     colocated: Flag = False
     """Engines share the trainer's devices: each side releases its memory while the other works."""
     max_replacements: NonNegativeInt = 3
