@@ -7,8 +7,6 @@ The modules of this folder import no torch, so that a recipe is checked in milli
 
 from dataclasses import dataclass, field
 
-from pydantic import with_config
-
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig
 from slimrl.config.schema.data import DataConfig, EvalConfig, SftConfig
@@ -21,7 +19,6 @@ from slimrl.config.schema.trainer import CriticConfig, TrainerConfig
 from slimrl.config.schema.types import MISSING, Flag, NonNegativeInt, PositiveInt
 
 
-@with_config(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 @dataclass(kw_only=True)
 class Recipe:
     """The settings of one run of `slimrl train`, `sft`, `eval` or `rollout`."""
