@@ -14,7 +14,6 @@ from typing import Any
 from slimrl.config.keys import nest
 from slimrl.config.problems import Problem
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.validation import converted
 from slimrl.config.yaml_source import Entry
 
 OPENING = "${"
@@ -64,6 +63,8 @@ def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[d
     # Its grammar takes a tenth of a second to import, and many recipes refer to nothing.
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+    from slimrl.config.validation import converted
 
     for key, entry in known.items():
         try:

@@ -32,7 +32,6 @@ from slimrl.config.problems import Problem, RecipeError, suggestion
 from slimrl.config.schema.algorithm import AlgorithmName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.types import MISSING
-from slimrl.config.validation import validated
 from slimrl.config.yaml_source import Entry, display_path, read_file, read_overrides
 
 Command = Literal[
@@ -124,6 +123,9 @@ def read_recipe(
     Returns:
         The recipe, None if a key of the schema is unknown, missing or of a wrong type; and every problem.
     """
+    # Most processes know the settings and read no recipe; pydantic takes as long to import as all else.
+    from slimrl.config.validation import validated
+
     path = Path(path)
     broken: list[Problem] = []
     entries = [*read_file(path, (), "", broken), *read_overrides(overrides, broken)]

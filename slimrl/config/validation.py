@@ -5,7 +5,8 @@ from functools import cache, reduce
 from operator import getitem
 from typing import Any
 
-from pydantic_core import ErrorDetails, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
 
 from slimrl.config.keys import nest, type_of
 from slimrl.config.problems import Violation
@@ -22,10 +23,7 @@ BOUNDS = {
 
 
 @cache
-def _adapter() -> Any:
-    # Most processes know the settings and read no recipe.
-    from pydantic import ConfigDict, TypeAdapter, with_config
-
+def _adapter() -> TypeAdapter[Recipe]:
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
     return TypeAdapter(with_config(config)(Recipe))
 
@@ -51,8 +49,6 @@ def validated(values: Mapping[str, Any]) -> tuple[Recipe, list[str], list[Violat
 def converted(key: str, value: Any) -> Any:
     """The value of a reference as the setting's type, since variables of the environment are text; itself if it is no
     such value."""
-    from pydantic import TypeAdapter
-
     try:
         return TypeAdapter(type_of(key)).validate_python(value)
     except ValidationError:
@@ -70,8 +66,7 @@ def _recipe_of(values: Mapping[str, Any], without: Collection[str] = ()) -> Reci
     nested = nest((to, value) for key, value in values.items() for to in _both(key, values))
     for *parents, name in (to.split(".") for key in without for to in _both(key, values)):
         del reduce(getitem, parents, nested)[name]
-    recipe: Recipe = _adapter().validate_python(nested)
-    return recipe
+    return _adapter().validate_python(nested)
 
 
 def _key_of(error: ErrorDetails, values: Mapping[str, Any]) -> str | None:

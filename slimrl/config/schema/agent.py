@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import Field
+from annotated_types import Ge
 
 from slimrl.config.schema.types import (
     MISSING,
@@ -15,6 +15,7 @@ from slimrl.config.schema.types import (
     OptionalImportPath,
     PositiveFloat,
     PositiveInt,
+    Strict,
 )
 
 
@@ -237,7 +238,7 @@ class AgentConfig:
     history: HistoryMode = HistoryMode.keep
     """What the policy is shown of its earlier turns."""
     compaction: CompactionConfig = field(default_factory=CompactionConfig)
-    max_result_chars: Annotated[int, Field(strict=True, ge=16)] = 4000
+    max_result_chars: Annotated[int, Strict(), Ge(16)] = 4000
     """Maximum length of a tool result; a longer one loses its middle."""
     system_prompt: str | None = None
     """System message of prompts without one."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import Field
+from annotated_types import Ge
 
 from slimrl.config.schema.precision import Fp8Scaling, Precision
 from slimrl.config.schema.types import (
@@ -18,6 +18,7 @@ from slimrl.config.schema.types import (
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
+    Strict,
 )
 
 
@@ -36,7 +37,7 @@ class ParallelConfig:
     """Ranks that share each matrix by rows or columns; each holds whole key-value heads."""
     pipeline: PositiveInt = 1
     """Pipeline stages into which the layers are divided."""
-    virtual_pipeline: Annotated[int, Field(strict=True, ge=2)] | None = None
+    virtual_pipeline: Annotated[int, Strict(), Ge(2)] | None = None
     """Model chunks per pipeline rank; None for the plain 1F1B schedule."""
     expert: PositiveInt = 1
     """Expert parallelism (EP): ranks over which the experts of a layer are divided."""
