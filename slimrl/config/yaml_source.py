@@ -75,6 +75,8 @@ class _Loader(yaml.SafeLoader):
             raise _wrong(f"{_short(str(getattr(node, 'value', '')))!r} is no {node.tag}", node.start_mark) from error
         if isinstance(value, str) and "\0" in value:
             raise _wrong("a text with a NUL character", node.start_mark)
+        if not isinstance(value, str | int | float | list | dict | None):
+            raise _wrong(f"{node.tag} is no type of a recipe's values; write a text", node.start_mark)
         return value
 
 
