@@ -433,6 +433,11 @@ def test_every_number_of_a_recipe_has_a_range_and_no_word_is_one(folder):
     assert set(numbers) - of_range == unbounded
 
 
+def test_a_number_out_of_range_does_not_hide_broken_rules(folder):
+    found = problems_of(["stop.kl=-1", "reward.alarm_steps=3", "rollout.request_timeout_s=601"])
+    assert [problem.key for problem in found] == ["reward.alarm_steps", "stop.kl", "rollout.request_timeout_s"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "fraction", "told"),
     [
