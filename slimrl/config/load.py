@@ -121,7 +121,8 @@ def read_recipe(
     exception.
 
     Returns:
-        The recipe, None if a key of the schema is unknown, missing or of a wrong type; and every problem.
+        The recipe, None if a value is missing or of a wrong type, or a size by which rules divide is below 1; and every
+        problem.
     """
     # Most processes know the settings and read no recipe; pydantic takes as long to import as all else.
     from slimrl.config.validation import validated
