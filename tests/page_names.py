@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from omegaconf import OmegaConf
 from slimrl_tools.cli import app as tools
 
 from slimrl.cli import app
 from slimrl.cli.evaluation import DEFAULT_COMMAND, GroupWithDefault
-from slimrl.config.keys import KEY_TYPES, NAME, PASSTHROUGH, default_config, is_known, schema_key
+from slimrl.config.keys import KEY_TYPES, NAME, PASSTHROUGH, is_known
 from slimrl.config.load import read_recipe
 from slimrl.config.passthrough import VERDICTS
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.verdicts import Verdict
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -60,7 +60,9 @@ def refused_values(settings: Iterable[tuple[str, str]]) -> list[str]:
 
 def is_default(key: str, text: str) -> bool:
     """Whether the text is the default of a setting, as docs/configuration.md writes it."""
-    default = OmegaConf.select(default_config(), schema_key(key), throw_on_missing=False)
+    default: Any = Recipe()
+    for part in key.split("."):
+        default = getattr(default, part, None)
     written = str(default).lower() if isinstance(default, bool) else str(getattr(default, "value", default))
     return default is not None and text == written
 

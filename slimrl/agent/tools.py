@@ -28,8 +28,8 @@ from slimrl.agent.tool_answer import NotFinite, answer_text
 from slimrl.agent.tool_schema import tool_schema
 from slimrl.base.rows import BrokenRows
 from slimrl.base.threads import ReusedThreads, reportable
-from slimrl.config.docstrings import docstring_problems
 from slimrl.config.import_path import parameters_of_type, resolve
+from slimrl.config.signatures import docstring_problems
 from slimrl.data.trajectory import Prompt
 
 ELLIPSIS = " ... "

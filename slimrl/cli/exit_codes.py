@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import typer
 
-from slimrl.config.yaml_source import display_path
 from slimrl.observability.logs import log_folder
 from slimrl.observability.terminal import plain_console
 
@@ -29,6 +28,9 @@ def exit_codes() -> Iterator[None]:
         logging.getLogger(__name__).error("failed: %s", getattr(error, "details", "") or error)
         errors.print(f"failed: {error}")
         if (folder := log_folder()) is not None:
+            # The settings take a tenth of a second to import, which --help need not wait for.
+            from slimrl.config.yaml_source import display_path
+
             errors.print(f"logs: {display_path(folder)}")
         raise typer.Exit(1) from None
     except Preempted as error:

@@ -1,16 +1,36 @@
-"""Rules of the episodes: what belongs to an environment, workers, servers of tools, compaction, sub-agents."""
+"""Rules of the section `agent`: environments, workers, compaction, sub-agents, tools of other servers, the sandbox, and
+agents behind the gateway."""
 
+import importlib.util
+import ipaddress
+import os
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
+from typing import Any
 
-from slimrl.config.bounds import MODULE_FUNCTION, no_import_path
-from slimrl.config.mcp_rules import mcp_violations
-from slimrl.config.problems import Violation
-from slimrl.config.sandbox_rules import sandbox_violations
-from slimrl.config.schema.agent import HistoryMode
+from slimrl.config.package_fields import tool_call_parsers
+from slimrl.config.problems import Violation, suggestion
+from slimrl.config.schema.agent import AgentConfig, HistoryMode, SandboxBackend
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.types import MODULE_FUNCTION
 
+TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31")
+"""Published prompts that tell a model its tools (slimrl/agent/chat/tool_prompts.py)"""
 TOOL_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
+
+
+def chat_violations(agent: AgentConfig) -> Iterator[Violation]:
+    """Names of parsers and of prompts that nothing has."""
+    if agent.parser and agent.parser not in tool_call_parsers() and not MODULE_FUNCTION.fullmatch(agent.parser):
+        known = tool_call_parsers()
+        meant = suggestion(agent.parser, known) or f" SGLang has {', '.join(known)}."
+        yield "agent.parser", f"{agent.parser!r} is neither a parser of SGLang nor an import path module:name.{meant}"
+    told = agent.tool_prompt
+    if told and told not in TOOL_PROMPTS and "{tools}" not in told:
+        names = ", ".join(TOOL_PROMPTS)
+        yield "agent.tool_prompt", f"{told!r} is neither {names}, nor a text with {{tools}} where the schemas go."
 
 
 def agent_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -29,9 +49,6 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
             "or deterministic false.",
         )
     if agent.uses_gateway:
-        # Recipes without such an agent are checked sooner without it.
-        from slimrl.config.gateway_rules import gateway_violations
-
         yield from gateway_violations(agent)
     yield from mcp_violations(agent)
     yield from sandbox_violations(recipe)
@@ -42,9 +59,6 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
             yield key, f"{name!r} is not a name of a tool; use letters, digits and '_'."
         if name in [path.rpartition(":")[2] for path in agent.tools]:
             yield key, "a tool of agent.tools has this name too. Use another."
-        for path in subagent.tools:
-            if not MODULE_FUNCTION.fullmatch(path):
-                yield f"{key}.tools", no_import_path(path)
         if subagent.max_turns >= recipe.rollout.max_turns:
             yield (
                 f"{key}.max_turns",
@@ -56,23 +70,17 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
 def agent_file_violations(recipe: Recipe) -> Iterator[Violation]:
     """What an agent behind the gateway needs and this machine lacks; reads the file system."""
     if recipe.agent.uses_gateway:
-        from slimrl.config.gateway_rules import gateway_file_violations
-
         yield from gateway_file_violations(recipe.agent)
 
 
 def agent_warnings(recipe: Recipe) -> Iterator[Violation]:
     """(key, what is probably not meant) of an agent."""
     if recipe.agent.uses_gateway:
-        from slimrl.config.gateway_rules import gateway_warnings
-
         yield from gateway_warnings(recipe)
 
 
 def _compaction_violations(recipe: Recipe) -> Iterator[Violation]:
     compaction, limit = recipe.agent.compaction, recipe.rollout.max_trajectory_tokens
-    if compaction.function and not MODULE_FUNCTION.fullmatch(compaction.function):
-        yield "agent.compaction.function", no_import_path(compaction.function)
     if compaction.at_tokens is None:
         if compaction.function:
             yield "agent.compaction.function", "nothing is compacted without agent.compaction.at_tokens."
@@ -84,3 +92,140 @@ def _compaction_violations(recipe: Recipe) -> Iterator[Violation]:
         )
     if recipe.agent.history is not HistoryMode.keep:
         yield "agent.compaction.at_tokens", "needs agent.history keep."
+
+
+def mcp_violations(agent: AgentConfig) -> Iterator[Violation]:
+    """Servers without an address or with two, settings of the other kind, and the package that is absent."""
+    if agent.mcp and importlib.util.find_spec("mcp") is None:
+        yield "agent.mcp", "needs the package mcp. Install it with: pip install -c requirements/lock.txt -e '.[mcp]'"
+    for name, server in agent.mcp.items():
+        key = f"agent.mcp.{name}"
+        if bool(server.command) == bool(server.url):
+            yield key, "needs either command or url."
+        elif server.url and not server.url.startswith(("http://", "https://")):
+            yield f"{key}.url", f"{server.url!r} does not begin with http:// or https://."
+        elif server.url and server.env:
+            yield f"{key}.env", "has no effect on a server by URL. Give headers, or leave it out."
+        elif server.command and server.headers:
+            yield f"{key}.headers", "a command has none. Give env, or leave it out."
+        for unshown in sorted(set(server.pure) - set(server.tools)) if server.tools else ():
+            yield f"{key}.pure", f"{unshown} is not among the tools that {key}.tools shows."
+
+
+SANDBOX_TOOLS = "slimrl.agent.sandbox.tools:"
+"""Start of the import paths of tools that run code in the sandbox"""
+SESSION_TOOLS = (f"{SANDBOX_TOOLS}python_session", f"{SANDBOX_TOOLS}shell")
+"""Import paths of the sandbox tools that keep a session for each trajectory"""
+WITHOUT_SESSIONS = (SandboxBackend.subprocess, SandboxBackend.remote)
+
+
+def sandbox_violations(recipe: Recipe) -> Iterator[Violation]:
+    """Tools whose answers come too late, sessions that no backend or no place is for, and an address that is none."""
+    sandbox, timeout_s = recipe.agent.sandbox, recipe.rollout.tool_timeout_s
+    with_sessions = [path for path in recipe.agent.tools if path in SESSION_TOOLS]
+    num_sessions = len(with_sessions) * recipe.rollout.max_concurrency_per_engine * recipe.rollout.most_engines
+    if with_sessions and sandbox.backend in WITHOUT_SESSIONS:
+        yield "agent.sandbox.backend", f"{sandbox.backend.value} has no sessions, which {with_sessions[0]} needs."
+    elif num_sessions > sandbox.max_sessions:
+        yield (
+            "agent.sandbox.max_sessions",
+            f"{sandbox.max_sessions}: trajectories keep their sessions, {num_sessions} at a time with "
+            f"rollout.max_concurrency_per_engine, and others would wait in vain. Use {num_sessions}.",
+        )
+    runs_code = any(path.startswith(SANDBOX_TOOLS) for path in recipe.agent.tools)
+    if runs_code and sandbox.limits.wall_s >= timeout_s:
+        yield (
+            "agent.sandbox.limits.wall_s",
+            f"{sandbox.limits.wall_s}: the call ends before, after rollout.tool_timeout_s {timeout_s}, and the policy "
+            "does not hear what the program printed. Use less.",
+        )
+    if sandbox.all_nodes and sandbox.backend is SandboxBackend.remote:
+        yield "agent.sandbox.all_nodes", "the remote server runs the code, on no node of the cluster. Use false."
+    if sandbox.all_nodes and recipe.agent.workers > 1:
+        yield "agent.sandbox.all_nodes", f"agent.workers {recipe.agent.workers} have sandboxes here alone. Use false."
+    if sandbox.backend is SandboxBackend.remote and not sandbox.url.startswith(("http://", "https://")):
+        yield "agent.sandbox.url", f"{sandbox.url!r} is no URL; write http://HOST:PORT."
+
+
+EXCLUDED = (
+    "tools", "tool_args", "mcp", "subagents", "max_tool_calls", "environment", "environment_args", "episode",
+)  # fmt: skip
+
+
+def command_words(command: Any) -> list[str]:
+    """The words of `agent.command`.
+
+    Raises:
+        ValueError: it is neither a list of words nor a text with whole quotes.
+    """
+    if isinstance(command, list) and all(isinstance(word, str) for word in command):
+        return command
+    if not isinstance(command, str):
+        raise ValueError(f"{command!r} is no command. Write a list of words, or a text.")
+    return shlex.split(command)
+
+
+def gateway_violations(agent: AgentConfig) -> Iterator[Violation]:
+    """Agents that are given twice or together with what they replace, and commands that are none.
+
+    Args:
+        agent: with an agent behind the gateway.
+    """
+    key = "agent.command" if agent.command else "agent.function"
+    if agent.command and agent.function:
+        yield "agent.function", "agent.command has the agent too. Give one of the two."
+    for name in EXCLUDED:
+        if getattr(agent, name):
+            yield f"agent.{name}", f"the agent of {key} has tools and a loop of its own. Leave it out."
+    if agent.compaction.at_tokens is not None:
+        yield "agent.compaction.at_tokens", f"the agent of {key} keeps its own contexts. Leave it out."
+    if agent.workers > 1:
+        yield (
+            "agent.workers",
+            f"{agent.workers}: one process serves all agents, which are processes themselves. Use 1.",
+        )
+    if agent.command:
+        try:
+            words = command_words(agent.command)
+        except ValueError as error:
+            yield "agent.command", str(error)
+        else:
+            if not words or not words[0].strip():
+                yield "agent.command", f"{agent.command!r} names no program."
+    elif agent.command_env or agent.command_sandbox.enabled:
+        key = "agent.command_env" if agent.command_env else "agent.command_sandbox.enabled"
+        yield key, "is for agent.command, and agent.function runs in slimrl's own process. Leave it out."
+    if not agent.command_sandbox.enabled:
+        for name in ("paths", "network"):
+            if getattr(agent.command_sandbox, name):
+                yield f"agent.command_sandbox.{name}", "needs agent.command_sandbox.enabled: true."
+    try:
+        unspecified = ipaddress.ip_address(agent.gateway.host).is_unspecified
+    except ValueError:
+        yield "agent.gateway.host", f"{agent.gateway.host!r} is no IP address."
+    else:
+        if unspecified:
+            yield "agent.gateway.host", "agents cannot ask this address. Give one that this machine has."
+
+
+def gateway_file_violations(agent: AgentConfig) -> Iterator[Violation]:
+    """The program of `agent.command` and paths of its sandbox that this machine lacks; reads the file system."""
+    try:
+        words = command_words(agent.command or [])
+    except ValueError:  # which `gateway_violations` says
+        words = []
+    if words and words[0].strip() and shutil.which(words[0], path=agent.command_env.get("PATH")) is None:
+        yield "agent.command", f"{words[0]!r}: no such program on this machine."
+    for path in agent.command_sandbox.paths:
+        if not os.path.exists(path):
+            yield "agent.command_sandbox.paths", f"{path}: no such file or folder on this machine."
+
+
+def gateway_warnings(recipe: Recipe) -> Iterator[Violation]:
+    """A limit of one turn, which recipes for answers without tools have and others inherit from them."""
+    if recipe.agent.uses_gateway and recipe.rollout.max_turns == 1:
+        yield (
+            "rollout.max_turns",
+            "1: the agent gets one request, and its trajectory is truncated at the next one. Raise it for an agent "
+            "that asks more than once.",
+        )

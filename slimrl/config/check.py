@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimrl.config.agent_rules import agent_file_violations, agent_violations, agent_warnings
-from slimrl.config.algorithm_rules import algorithm_violations, algorithm_warnings
+from slimrl.config.agent_rules import agent_file_violations, agent_violations, agent_warnings, chat_violations
+from slimrl.config.algorithm_rules import (
+    algorithm_violations,
+    algorithm_warnings,
+    credit_violations,
+    routing_violations,
+    stop_violations,
+)
 from slimrl.config.async_rules import mode_violations, mode_warnings
-from slimrl.config.bounds import DIVISORS, bound_violations
-from slimrl.config.credit_rules import credit_violations
-from slimrl.config.critic import critic_recipe
-from slimrl.config.critic_rules import critic_violations, of_critic
-from slimrl.config.data_rules import data_violations
+from slimrl.config.critic import critic_recipe, critic_violations, of_critic
+from slimrl.config.data_rules import data_violations, eval_violations
 from slimrl.config.env_vars import environment_violations
-from slimrl.config.eval_rules import eval_violations
 from slimrl.config.fp8_tiles import fp8_tile_violations, trainer_tile_warnings
 from slimrl.config.fp8_training import fp8_violations
 from slimrl.config.hf_config import num_experts, read_hf_config
@@ -34,11 +36,9 @@ from slimrl.config.rollout_rules import (
     rollout_violations,
     transport_warnings,
 )
-from slimrl.config.routing_rules import routing_violations
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import draft_violations
-from slimrl.config.stop_rules import stop_violations
-from slimrl.config.teacher_rules import teacher_model_violations, teacher_violations
+from slimrl.config.teacher import teacher_model_violations, teacher_violations
 from slimrl.config.tracking_rules import tracking_warnings
 from slimrl.config.trainer_rules import (
     batch_violations,
@@ -79,11 +79,10 @@ def check_recipe(
         command: rules for settings that this command does not read are left out.
         teacher_config: the teacher's config.json, or None to leave out the rules that need it.
     """
-    violations = list(bound_violations(recipe))
-    if any(key.startswith(DIVISORS) for key, _ in violations):
-        return [Problem(key=key, message=message) for key, message in violations]
+    violations: list[Violation] = []
     warnings: list[Violation] = []
     experts = 0 if hf_config is None else num_experts(hf_config) or 1
+    violations += chat_violations(recipe.agent)
     violations += [*eval_violations(recipe, command), *data_violations(recipe, command)]
     violations += reward_violations(recipe, command)
     teaches = is_needed("teacher", command)

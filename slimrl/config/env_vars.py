@@ -175,8 +175,7 @@ def environment_violations(
     if engines:
         yield from _violations("rollout.env", recipe.rollout.env, ENGINE_OWNED | _of_both_ends(recipe))
     if teacher:
-        owned = {name: reason.replace("rollout.threads", "teacher.threads") for name, reason in ENGINE_OWNED.items()}
-        yield from _violations("teacher.env", recipe.teacher.env, owned)
+        yield from _violations("teacher.env", recipe.teacher.env, ENGINE_OWNED)
 
 
 def _trainer_owned(recipe: Recipe) -> dict[str, str]:

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimrl.config.bounds import MODULE_FUNCTION
+from slimrl.config.import_path import hidden_file, hidden_text, near_module
 from slimrl.config.keys import NAME, schema_key
 from slimrl.config.load import is_needed
-from slimrl.config.modules import hidden_file, hidden_text, near_module
 from slimrl.config.problems import Violation, suggestion, syntax_text
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.types import MODULE_FUNCTION
 from slimrl.config.signatures import NOT_CALLABLE, called_wrongly, is_judged, other_order, tool_problems
 
 NO_CLASS = {

@@ -10,8 +10,8 @@ Names that are merely similar, such as max_response_len and max_replacements, ar
 
 from collections.abc import Collection
 
-from slimrl.config.aliases import WITHOUT_SECTION, alias_of
-from slimrl.config.keys import EXTENDS, KEY_TYPES, NAME, chosen_sections, is_section, schema_key
+from slimrl.config.aliases import WITHOUT_SECTION, alias_of, no_setting
+from slimrl.config.keys import EXTENDS, KEY_TYPES, NAME, is_section, keys_with_choice, schema_key
 from slimrl.config.passthrough import passthrough_fields, safe_fields
 from slimrl.config.problems import closest, near_name
 
@@ -21,11 +21,21 @@ OTHERS = ("critic.", "teacher.")
 """Begin keys of settings that the policy has too, which a key without a section means"""
 
 
+def unknown_text(key: str) -> str:
+    """What is said of a key that no recipe has: what to do instead, what was meant, or the keys that there are."""
+    section, _, name = key.rpartition(".")
+    chosen = keys_with_choice(section, name)
+    meant = f"{chosen[0]}: {name}" if chosen else meant_key(key)
+    if said := no_setting(key):
+        return f" {said}"
+    return f" Did you mean {meant}?" if meant else _keys_there(key)
+
+
 def meant_key(key: str) -> str | None:
     """The likely intended setting, with its value if that has the effect; None if there is none."""
     if (schema := schema_key(key)) != key:
-        meant, chosen = meant_key(schema), chosen_sections([key])[0]
-        return meant and meant.replace(schema_key(chosen), chosen)
+        meant = meant_key(schema)
+        return meant and meant.replace(NAME, key.split(".")[2])
     alias = WITHOUT_SECTION.get(key, alias_of(key))
     if alias is not None:
         return f"critic.{alias}" if key.startswith("critic.") and alias.startswith("trainer.") else alias
@@ -44,7 +54,7 @@ def meant_key(key: str) -> str | None:
     return None if is_section(parent) else near_name(key, known)
 
 
-def keys_there(key: str) -> str:
+def _keys_there(key: str) -> str:
     """` Keys of SECTION: a, b.`, of the innermost section that has a wrong key; empty if the recipe has none."""
     section = key.rpartition(".")[0]
     while section and not is_section(section):

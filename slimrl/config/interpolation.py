@@ -8,15 +8,12 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-from omegaconf.resolvers import oc
-
-from slimrl.config.keys import default_config, nest
+from slimrl.config.keys import nest
 from slimrl.config.problems import Problem
+from slimrl.config.schema.recipe import Recipe
 from slimrl.config.yaml_source import Entry
 
 OPENING = "${"
@@ -60,26 +57,34 @@ class FromEnvironment:
 def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[dict[str, Any], FromEnvironment]:
     """Values with `${...}` replaced; a value that cannot be resolved becomes a problem and is left out."""
     environment = FromEnvironment()
-    readable = {key: entry for key, entry in known.items() if _is_readable(entry, problems)}
-    if not any(is_interpolated(entry.value) for entry in readable.values()):
-        return {key: entry.value for key, entry in readable.items()}, environment
-    defaults = cast(dict[str, Any], OmegaConf.to_container(default_config()))
-    given = {key: entry.value for key, entry in readable.items()}
-    shared = {f"critic.{key}": value for key, value in given.items() if key.startswith("trainer.")}
-    plain = OmegaConf.create(nest((shared | given).items(), defaults))
-    values: dict[str, Any] = {}
-    for key, entry in readable.items():
-        if not is_interpolated(entry.value):
-            values[key] = entry.value
-            continue
+    values = {key: entry.value for key, entry in known.items()}
+    if not any(map(is_interpolated, values.values())):
+        return values, environment
+    # Its grammar takes a tenth of a second to import, and many recipes refer to nothing.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+    from slimrl.config.validation import converted
+
+    for key, entry in known.items():
+        try:
+            OmegaConf.create({"value": entry.value})
+        except GrammarParseError:
+            problems.append(_problem(entry, "${ begins a reference, and this is not one"))
+            del values[key]
+    shared = {f"critic.{key}": value for key, value in values.items() if key.startswith("trainer.")}
+    config = OmegaConf.merge(OmegaConf.create(asdict(Recipe())), OmegaConf.create(nest((shared | values).items())))
+    for key in [key for key, value in values.items() if is_interpolated(value)]:
+        written = values.pop(key)
         with _noting_variables() as read:
             try:
-                value = OmegaConf.select(plain, key, throw_on_missing=True)
-                values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                value = OmegaConf.select(config, key, throw_on_missing=True)
+                found = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                values[key] = converted(key, found)
             except (OmegaConfBaseException, RecursionError) as error:
-                problems.append(_problem(entry, str(error).splitlines()[0]))
+                problems.append(_problem(known[key], str(error).splitlines()[0]))
         if read:
-            environment.references[key] = entry.value
+            environment.references[key] = written
             environment.variables.update(read)
     return values, environment
 
@@ -87,6 +92,9 @@ def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[d
 @contextmanager
 def _noting_variables() -> Iterator[dict[str, str]]:
     """Variables that `${oc.env:NAME}` reads within the block, with their values."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
     read: dict[str, str] = {}
 
     def note(name: str, *default: Any) -> Any:
@@ -115,29 +123,12 @@ def escaped(value: Any) -> Any:
     return _map_texts(lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text), value)
 
 
-def without_openings(value: Any) -> Any:
-    """The value with `$` for each `${`: of the same type, with nothing that OmegaConf would resolve."""
-    return _map_texts(lambda text: text.replace(OPENING, "$"), value)
-
-
 def _map_texts(function: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, str):
         return function(value)
     if isinstance(value, list):
         return [_map_texts(function, item) for item in value]
     return {k: _map_texts(function, item) for k, item in value.items()} if isinstance(value, dict) else value
-
-
-def _is_readable(entry: Entry, problems: list[Problem]) -> bool:
-    """Whether OmegaConf can parse the value; one that it cannot makes it refuse the whole recipe."""
-    if not is_interpolated(entry.value):
-        return True
-    try:
-        OmegaConf.create({"value": entry.value})
-    except GrammarParseError:
-        problems.append(_problem(entry, "${ begins a reference, and this is not one"))
-        return False
-    return True
 
 
 def _problem(entry: Entry, reason: str) -> Problem:

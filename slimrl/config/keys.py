@@ -2,12 +2,9 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
-from copy import deepcopy
 from enum import Enum
-from functools import cache
-from typing import Any, cast, get_args, get_origin, get_type_hints
-
-from omegaconf import DictConfig, OmegaConf
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from slimrl.config.schema.recipe import Recipe
 
@@ -17,23 +14,8 @@ EXTENDS = "extends"
 PASSTHROUGH = ("trainer.megatron", "critic.trainer.megatron", "rollout.sglang", "teacher.sglang")
 NAME = "NAME"
 """Placeholder in keys of the schema for a name that a recipe chooses: `reward.parts.NAME.weight`."""
-TEXTS = (
-    *("trainer.env", "critic.trainer.env", "rollout.env", "teacher.env"),
-    *(f"agent.mcp.{NAME}.env", f"agent.mcp.{NAME}.headers"),
-)
-"""Free sections (their keys are the recipe's own) whose values are texts."""
-REWARD_SECTIONS = ("reward.parts", "reward.by_name", "reward.group")
-NAMED_SECTIONS = (*REWARD_SECTIONS, "agent.mcp", "agent.subagents")
-"""Sections of sections with names that a recipe chooses, all of one type."""
-FREE_SECTIONS = (
-    *("data.eval", "data.more", "data.weights", "data.keys", "data.eval_keys"),
-    "agent.chat_template_kwargs",
-    "agent.tool_args",
-    *(f"{section}.{NAME}.args" for section in REWARD_SECTIONS),
-    *TEXTS,
-    *PASSTHROUGH,
-)
-"""Sections whose keys the schema does not name."""
+WHOLE = ("agent.environment_args", "agent.command_env")
+"""Mappings that are values, which a later file replaces whole, and no sections"""
 
 
 def _schema_types(cls: type, prefix: str) -> dict[str, Any]:
@@ -56,6 +38,26 @@ def named_type(annotation: Any) -> type | None:
 
 KEY_TYPES = _schema_types(Recipe, "")
 """Dotted key -> annotated type of every section and every value."""
+NAMED_SECTIONS = tuple(key for key, kind in KEY_TYPES.items() if named_type(kind) is not None)
+"""Sections of sections with names that a recipe chooses, all of one type."""
+FREE_SECTIONS = tuple(
+    key for key, kind in KEY_TYPES.items() if get_origin(kind) is dict and key not in (*NAMED_SECTIONS, *WHOLE)
+)
+"""Sections whose keys the schema does not name."""
+
+
+def type_text(kind: Any) -> str:
+    """A type as Python writes it: `int | None`."""
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(map(type_text, get_args(kind)))
+    text = kind.__name__ if type(kind) is type else str(kind)
+    return text.replace("typing.", "").replace("NoneType", "None")
+
+
+def type_of(key: str) -> Any:
+    """Annotated type of a setting, or of a value in a free section."""
+    key = schema_key(key)
+    return KEY_TYPES[key] if key in KEY_TYPES else get_args(KEY_TYPES[key.rpartition(".")[0]])[1]
 
 
 def schema_key(key: str) -> str:
@@ -65,28 +67,6 @@ def schema_key(key: str) -> str:
             _, dot, rest = key.removeprefix(f"{section}.").partition(".")
             return f"{section}.{NAME}{dot}{rest}"
     return key
-
-
-def chosen_sections(keys: Iterable[str]) -> list[str]:
-    """The sections of sections that these keys are in: `reward.parts.math` for `reward.parts.math.weight`."""
-    return list(
-        dict.fromkeys(
-            ".".join(key.split(".")[: section.count(".") + 2])
-            for key in keys
-            for section in NAMED_SECTIONS
-            if key.startswith(f"{section}.")
-        )
-    )
-
-
-def default_config() -> DictConfig:
-    """A copy of the schema with its defaults."""
-    return deepcopy(_default_config())
-
-
-@cache
-def _default_config() -> DictConfig:
-    return OmegaConf.structured(Recipe)
 
 
 def is_section(key: str) -> bool:
@@ -140,12 +120,13 @@ def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def nest(values: Iterable[tuple[str, Any]], into: dict[str, Any]) -> dict[str, Any]:
-    """Set (dotted key, value) pairs in the nested dict `into`, and return it."""
+def nest(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """(dotted key, value) pairs as a nested dict."""
+    nested: dict[str, Any] = {}
     for key, value in values:
         *parents, name = key.split(".")
-        section = into
+        section = nested
         for parent in parents:
             section = section.setdefault(parent, {})
         section[name] = value
-    return into
+    return nested

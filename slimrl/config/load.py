@@ -2,47 +2,37 @@
 
 1. Read the file and, depth first, the files that it `extends`; a later value replaces an earlier one.
 2. Lay the overrides `a.b.c=value` over them.
-3. Refuse unknown keys, resolve `${...}`, convert each value to the type of its field, look for missing values. A
-   passthrough value of a wrong type is left out, so that later rules only see values of the right type.
+3. Refuse unknown keys, resolve `${...}`, have pydantic check types and ranges, look for missing values. A passthrough
+   value of a wrong type is left out, so that later rules only see values of the right type.
 4. Raise one RecipeError that lists every problem, or return the recipe and its provenance.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, cast, get_type_hints
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, Literal
 
 from slimrl.config.algorithms import SETTINGS
-from slimrl.config.aliases import no_setting
-from slimrl.config.hints import keys_there, meant_key
-from slimrl.config.interpolation import FromEnvironment, is_interpolated, resolve_entries, without_openings
+from slimrl.config.hints import unknown_text
+from slimrl.config.interpolation import FromEnvironment, resolve_entries
 from slimrl.config.keys import (
     EXTENDS,
     FREE_SECTIONS,
-    KEY_TYPES,
     PASSTHROUGH,
-    TEXTS,
-    chosen_sections,
-    default_config,
     flatten,
     is_known,
     is_section,
     keys_with_choice,
-    named_type,
-    nest,
-    schema_key,
+    type_of,
+    type_text,
 )
 from slimrl.config.passthrough import field_problem, passthrough_fields
 from slimrl.config.problems import Problem, RecipeError, suggestion
 from slimrl.config.schema.algorithm import AlgorithmName
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.sources import read_file, read_overrides
-from slimrl.config.yaml_source import Entry, display_path
+from slimrl.config.schema.types import MISSING
+from slimrl.config.yaml_source import Entry, display_path, read_file, read_overrides
 
 Command = Literal[
     "train", "train --trajectories", "sft", "eval", "rollout", "export", "resync estimate", "resync bench"
@@ -52,6 +42,14 @@ SERVING = ("train", "eval", "rollout", "resync bench")
 """Commands that start engines."""
 
 DEFAULT = "default"
+
+SIZES = ("parallel.", "num_ranks", "updates_per_rollout", "megatron.num_layers_in_")
+DIVISORS = (
+    *(prefix + name for prefix in ("trainer.", "critic.trainer.") for name in SIZES),
+    "rollout.engine_",
+    "teacher.engine_",
+)
+"""Sizes by which rules divide; no rule is asked while one of these is below 1."""
 
 NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("sft",),
@@ -123,41 +121,39 @@ def read_recipe(
     exception.
 
     Returns:
-        The recipe, None if a key of the schema is unknown, missing or of a wrong type; and every problem.
+        The recipe, None if a value is missing or of a wrong type, or a size by which rules divide is below 1; and every
+        problem.
     """
+    # Most processes know the settings and read no recipe; pydantic takes as long to import as all else.
+    from slimrl.config.validation import validated
+
     path = Path(path)
-    problems: list[Problem] = []
-    entries = [*read_file(path, (), "", problems), *read_overrides(overrides, problems)]
-    known = {entry.key: entry for entry in entries if _check_key(entry, problems)}
-    readable = all(p.key not in ("", EXTENDS) and (is_known(p.key) or meant_key(p.key) != EXTENDS) for p in problems)
-    _drop_nulls(known, entries, problems)
-    values, environment = resolve_entries(known, problems)
-    values = {**_algorithm_settings(known, values), **values}
-    for key in _check_passthrough(known, values, problems):
+    broken: list[Problem] = []
+    entries = [*read_file(path, (), "", broken), *read_overrides(overrides, broken)]
+    unknown: list[Problem] = []
+    given = {entry.key: entry for entry in entries if _check_key(entry, broken, unknown)}
+    readable = not any(p.key in ("", EXTENDS) or p.message.endswith(f"mean {EXTENDS}?") for p in (*broken, *unknown))
+    _drop_nulls(given, entries, broken)
+    values, environment = resolve_entries(given, broken)
+    values = {**_algorithm_settings(given, values), **values}
+    refused = _check_passthrough(given, values, unknown)
+    for key in refused:
         del values[key]
-    config = default_config()
-    for section in chosen_sections(values):
-        OmegaConf.update(config, section, KEY_TYPES[schema_key(section)], force_add=True)
-    for key, value in values.items():
-        _assign(config, known[key], value, environment, problems)
-    problems[:] = [replace(problem, message=environment.hide(problem.message)) for problem in problems]
+    recipe, wrong, out_of_range = validated(values)
+    broken += [_wrong_value(given[key], values[key], environment.references.get(key)) for key in wrong]
+    ranges = [given[key].problem(reason) for key, reason in out_of_range]
     shown = display_path(path)
     if readable:
-        refused = {problem.key for problem in problems}
-        problems += [
+        broken += [
             Problem(where=shown, key=key, message=f"missing; `slimrl {command}` needs a value.")
-            for key in OmegaConf.missing_keys(config) - refused
-            if is_needed(key, command) and not key.startswith("critic.")
+            for key, value in flatten(recipe)
+            if value == MISSING and key not in {problem.key for problem in broken} and is_needed(key, command)
         ]
+    problems = [replace(p, message=environment.hide(p.message)) for p in (*broken, *unknown, *ranges)]
     problems.sort(key=_place)
-    if not readable or any(is_known(p.key) and p.key.rpartition(".")[0] not in PASSTHROUGH for p in problems):
+    if broken or not readable or any(key.startswith(DIVISORS) for key in (*dict(out_of_range), *refused)):
         return None, problems
-    literal = ((key, value) for key, value in values.items() if is_interpolated(value))
-    container = cast(dict[str, Any], OmegaConf.to_container(config))
-    container = nest(literal, container)
-    _share_with_critic(container, values)
-    recipe = _build(Recipe, container)
-    provenance = {key: known[key].where if key in values else DEFAULT for key, _ in flatten(recipe, values)}
+    provenance = {key: given[key].where if key in values else DEFAULT for key, _ in flatten(recipe, values)}
     loaded = LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command, environment=environment)
     return loaded, problems
 
@@ -185,21 +181,13 @@ def is_needed(key: str, command: str) -> bool:
     return not any(key == parent or key.startswith(parent + ".") for parent in NOT_NEEDED[command])
 
 
-def _check_key(entry: Entry, problems: list[Problem]) -> bool:
+def _check_key(entry: Entry, broken: list[Problem], unknown: list[Problem]) -> bool:
     """Whether the schema has the key; a section given a plain value is a problem too."""
     if not is_known(entry.key):
-        section, _, name = entry.key.rpartition(".")
-        chosen = keys_with_choice(section, name)
-        meant = f"{chosen[0]}: {name}" if chosen else meant_key(entry.key)
-        if said := no_setting(entry.key):
-            hint = f" {said}"
-        else:
-            hint = f" Did you mean {meant}?" if meant else keys_there(entry.key)
-        problems.append(entry.problem(f"no such key.{hint}"))
+        unknown.append(entry.problem(f"no such key.{unknown_text(entry.key)}"))
         return False
     if is_section(entry.key) and entry.value != {}:
-        problems.append(entry.problem(f"is a section; expected keys below it, got {entry.value!r}."))
-        return False
+        broken.append(entry.problem(f"is a section; expected keys below it, got {entry.value!r}."))
     return not is_section(entry.key)
 
 
@@ -214,18 +202,6 @@ def _algorithm_settings(known: dict[str, Entry], values: dict[str, Any]) -> dict
     where = f"{known[key].where} (algorithm {name})"
     known |= {setting: Entry(key=setting, value=value, where=where) for setting, value in given.items()}
     return given
-
-
-def _share_with_critic(container: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Give the critic the trainer's settings that a recipe does not give it itself."""
-    for key in values:
-        if not key.startswith("trainer.") or f"critic.{key}" in values:
-            continue
-        *parents, name = key.split(".")
-        ours, critics = container, container["critic"]
-        for parent in parents:
-            ours, critics = ours[parent], critics[parent]
-        critics[name] = ours[name]
 
 
 def _drop_nulls(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
@@ -265,76 +241,22 @@ def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems
     return refused
 
 
-def _assign(config: Any, entry: Entry, value: Any, environment: FromEnvironment, problems: list[Problem]) -> None:
-    """Set a value in the structured config, which converts it to its field's type."""
-    annotation, reason = _annotation(entry.key), ""
-    fits = is_interpolated(entry.value) or not _is_other_scalar(annotation, value)
-    try:
-        if fits:
-            OmegaConf.update(
-                config, entry.key, _by_name(annotation, without_openings(value)), merge=False, force_add=True
-            )
-    except (OmegaConfBaseException, ValueError) as error:
-        fits, reason = False, str(error).splitlines()[0]
-    if not fits:
-        reference = environment.references.get(entry.key)
-        message = _type_message(entry.key, annotation, value if reference is None else reference, reason)
-        message += "" if reference is None else " The value from the environment is not shown."
-        problems.append(entry.problem(message))
-
-
-def _by_name(annotation: Any, value: Any) -> Any:
-    """The name of a choice, which OmegaConf takes; `async` cannot be the name of its member in Python.
-
-    Raises:
-        ValueError: not one of the choices.
+def _wrong_value(entry: Entry, value: Any, reference: Any) -> Problem:
     """
-    if isinstance(annotation, type) and issubclass(annotation, Enum) and isinstance(value, str):
-        return annotation(value).name
-    return value
-
-
-def _annotation(key: str) -> Any:
-    """Type of a key's value; None in a free section of any values."""
-    key = schema_key(key)
-    return str if key.rpartition(".")[0] in TEXTS else KEY_TYPES.get(key)
-
-
-def _is_other_scalar(annotation: Any, value: Any) -> bool:
-    """Whether a recipe gives a word for a number or a boolean, or a boolean for a number or a word.
-
-    OmegaConf would take `yes` for true, "1_000" for 1000, true for 1 and true for "True". It may convert the result of
-    `${...}`, because environment variables are text.
+    Args:
+        reference: what the recipe writes in place of a value from the environment; None for any other value.
     """
-    numbers = annotation in (int, float, int | None, float | None)
-    return (isinstance(value, str) and (numbers or annotation is bool)) or (
-        isinstance(value, bool) and (numbers or annotation is str)
-    )
+    message = _type_message(entry.key, type_of(entry.key), value if reference is None else reference)
+    return entry.problem(message + ("" if reference is None else " The value from the environment is not shown."))
 
 
-def _type_message(key: str, annotation: Any, value: Any, reason: str) -> str:
+def _type_message(key: str, annotation: Any, value: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         choices = [member.value for member in annotation]
         others = keys_with_choice(key.rpartition(".")[0], value)
         meant = f" Did you mean {others[0]}: {value}?" if others else suggestion(str(value), choices)
         return f"{'null' if value is None else repr(value)} is not one of {', '.join(choices)}." + meant
-    if annotation is None:
-        return f"{reason.rstrip('.')}."
-    name = annotation.__name__ if type(annotation) is type else str(annotation)
+    name = type_text(annotation)
     wanted = "true or false" if annotation is bool else name
     how = f" Write [{value}]." if name.startswith("list[") and isinstance(value, str) and value else ""
     return f"expected {wanted}, got {'null' if value is None else repr(value)}.{how}"
-
-
-def _build(cls: type, values: dict[str, Any]) -> Any:
-    """A dataclass from a plain container; unlike OmegaConf.to_object it accepts missing values."""
-    hints = get_type_hints(cls)
-    return cls(**{name: _value(hints[name], value) for name, value in values.items()})
-
-
-def _value(annotation: Any, value: Any) -> Any:
-    if dataclasses.is_dataclass(annotation):
-        return _build(cast(type, annotation), value)
-    if (inner := named_type(annotation)) is not None:
-        return {name: _build(inner, one) for name, one in value.items()}
-    return value

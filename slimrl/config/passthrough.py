@@ -3,6 +3,7 @@
 Any other is refused with the reason; so is one on which there is no verdict.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,7 @@ from slimrl.config.aliases import alias_of
 from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.package_fields import FieldType, megatron_fields, sglang_fields
 from slimrl.config.problems import Violation, near_name, suggestion
-from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
-from slimrl.config.teacher_verdicts import TEACHER_VERDICTS
+from slimrl.config.sglang_verdicts import SGLANG_VERDICTS, TEACHER_VERDICTS
 from slimrl.config.verdicts import Judgement, Verdict
 
 MEGATRON = ("trainer.megatron", "critic.trainer.megatron")
@@ -27,6 +27,13 @@ VERDICTS: dict[str, Mapping[str, Judgement]] = {
     "teacher.sglang": TEACHER_VERDICTS,
 }
 """Section -> field -> the verdict on it."""
+
+AT_LEAST_1 = (
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "recompute_num_layers"),
+    "context_length",
+)
+FRACTIONS = ("optimizer_offload_fraction",)
+"""Numbers whose range the packages' types do not say"""
 
 
 def passthrough_fields(section: str) -> dict[str, FieldType]:
@@ -57,7 +64,7 @@ def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldTy
     field = fields[name]
     if field.accepts(value):
         wrong = field.unknown(value)
-        return _not_one_of(wrong[0], field.words) if wrong else _unsupported(value, judgement)
+        return _not_one_of(wrong[0], field.words) if wrong else _unsupported(value, judgement) or _range(name, value)
     if field.choices and not field.types - {type(None)}:
         return _not_one_of(value, field.choices)
     return f"expected {field.text}, got {value!r}."
@@ -69,6 +76,14 @@ def _unsupported(value: Any, judgement: Judgement) -> str | None:
         if judgement.values and item is not None and item not in judgement.values:
             return f"{item}: {judgement.instead}. Use {' or '.join(map(str, judgement.values))}."
     return None
+
+
+def _range(name: str, value: Any) -> str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value}: must be a finite number."
+    if name in AT_LEAST_1 and value is not None and value < 1:
+        return f"{value}: must be at least 1."
+    return f"{value}: must lie between 0 and 1." if name in FRACTIONS and not 0 <= value <= 1 else None
 
 
 def unused_fields(section: str, given: Mapping[str, Any]) -> Iterator[Violation]:

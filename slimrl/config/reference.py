@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any, get_type_hints
 
-from omegaconf import MISSING
-
-from slimrl.config.keys import NAME, named_type
+from slimrl.config.keys import NAME, named_type, type_text
 from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.trainer import TrainerConfig
+from slimrl.config.schema.types import MISSING
 from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
 from slimrl.config.verdicts import Judgement, Verdict
 
@@ -140,8 +139,7 @@ def _type_text(kind: Any) -> str:
         return f"[{kind.__name__}](#{kind.__name__.lower()})"
     if (named := named_type(kind)) is not None:
         return f"{named.__name__} by name"
-    text = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
-    return "`" + text.replace("|", "\\|") + "`"
+    return "`" + type_text(kind).replace("|", "\\|") + "`"
 
 
 def _default_text(value: Any) -> str:
@@ -162,6 +160,8 @@ def _own_docstring(cls: type) -> str:
 def _docstrings(cls: type) -> dict[str, str]:
     """Field or member -> the string below it."""
     found: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, cls.__bases__):
+        found |= _docstrings(base)
     name = None
     for statement in _class_node(cls).body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and name is not None:

@@ -2,9 +2,6 @@
 
 from collections.abc import Iterator
 
-from omegaconf import MISSING
-
-from slimrl.config.bounds import MODULE_FUNCTION, no_import_path
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation
 from slimrl.config.schema.recipe import Recipe
@@ -32,18 +29,13 @@ def reward_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
         other = "reward.parts" if reward.parts else "reward.by_name"
         yield "reward.function", f'{other} has the reward too. Give one of the two; function: "" removes this one.'
     seen: dict[str, str] = {}
-    for key, part in reward_parts(reward):
+    for key, _ in reward_parts(reward):
         name = key.rpartition(".")[2]
         if name in seen:
             yield key, f"{seen[name]} has this name too. Use another."
         seen.setdefault(name, key)
         if name == OVERLONG and recipe.algorithm.overlong.max_tokens is not None:
             yield key, "algorithm.overlong adds a part of this name. Use another."
-        if not MODULE_FUNCTION.fullmatch(part.function) and part.function != MISSING:
-            yield f"{key}.function", no_import_path(part.function)
-    for path in reward.retry_on:
-        if not MODULE_FUNCTION.fullmatch(path):
-            yield "reward.retry_on", no_import_path(path, "Exception")
     only_groups = reward.group and not (reward.function or reward.parts or reward.by_name)
     if only_groups and recipe.data.eval and is_needed("data.eval", command):
         yield (

@@ -6,11 +6,11 @@ from enum import Enum
 from typing import Any
 
 import yaml
-from omegaconf import MISSING
 
 from slimrl.config.interpolation import escaped, is_reference
 from slimrl.config.keys import flatten, nest
 from slimrl.config.load import LoadedRecipe
+from slimrl.config.schema.types import MISSING
 
 
 def _plain(value: Any) -> Any:
@@ -28,8 +28,7 @@ def resolved_dict(loaded: LoadedRecipe) -> dict[str, Any]:
             (key, references.get(key, escaped(_plain(value))))
             for key, value in flatten(loaded.recipe, loaded.provenance)
             if value != MISSING
-        ),
-        {},
+        )
     )
 
 

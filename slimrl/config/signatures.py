@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from slimrl.config.docstrings import docstring_problems
-
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_CALLABLE: dict[type[ast.AST], str] = {
     ast.Constant: "a value",
@@ -189,3 +187,31 @@ def _unbindable(parameters: Sequence[inspect.Parameter], places: Sequence[str], 
         said = ", ".join([*places, *(f"{name}=..." for name in names)])
         return f"cannot be called with ({said}): {error}."
     return None
+
+
+_ARGS = re.compile(r"\n\s*Args:\n(.*?)(?=\n\s*(?:Returns:|Raises:)|\Z)", re.DOTALL)
+_UNDERLINED = re.compile(
+    r"^[ \t]*((?:Other )?Parameters|Returns|Yields|Receives|Raises)[ \t]*\n[ \t]*-{3,}[ \t]*$", re.MULTILINE
+)
+"""A section in NumPy's style"""
+
+
+def docstring_problems(told: str, names: Sequence[str]) -> Iterator[str]:
+    """
+    Args:
+        told: a docstring without its indentation.
+        names: parameters that the model gives.
+    """
+    if underlined := _UNDERLINED.search(told):
+        yield (
+            f"its docstring has a section {underlined[1]} in NumPy's style, which the model would be told as "
+            "words. Write the parameters below `Args:`, as `item: What it is.`"
+        )
+        return
+    section = "".join(_ARGS.findall(told))
+    for name in names:
+        found = re.search(rf"^\s*{re.escape(name)}(?P<typed> *\(.*\) *| +)?:", section, re.MULTILINE)
+        if found is None:
+            yield f"its docstring does not describe {name} in a section `Args:`."
+        elif found["typed"]:
+            yield f"its docstring describes {name} with a type; write `{name}: What it is.` and annotate the type."

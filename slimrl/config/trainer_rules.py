@@ -52,11 +52,8 @@ def layout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
         )
     if parallel.sequence and parallel.tensor == 1:
         yield "trainer.parallel.sequence", "sequence parallelism needs trainer.parallel.tensor above 1."
-    if parallel.virtual_pipeline is not None:
-        if parallel.pipeline == 1:
-            yield "trainer.parallel.virtual_pipeline", "needs trainer.parallel.pipeline above 1."
-        if parallel.virtual_pipeline < 2:
-            yield "trainer.parallel.virtual_pipeline", f"{parallel.virtual_pipeline}: use 2 or more, or null."
+    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+        yield "trainer.parallel.virtual_pipeline", "needs trainer.parallel.pipeline above 1."
 
 
 def _expert_text(recipe: Recipe, experts: int) -> str:

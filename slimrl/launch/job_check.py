@@ -13,8 +13,8 @@ from slimrl.config.hub import hub_model
 from slimrl.config.load import Command, LoadedRecipe
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.sources import is_pipe
 from slimrl.config.tracking_rules import has_wandb_key, tracking_warnings
+from slimrl.config.yaml_source import is_pipe
 from slimrl.launch.submit import MARGIN_S, SlurmJob, check_sbatch, nodes_needed
 from slimrl.launch.time_limit import check_time_limit
 from slimrl.models.offline_recipe import read_offline

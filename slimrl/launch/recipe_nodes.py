@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slimrl.base.errors import StageError
 from slimrl.config.check import check_loaded
-from slimrl.config.load import load_recipe
+from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.launch.submit import nodes_needed, process_counts
 from slimrl.runtime.cluster.placement import Node, place
@@ -45,8 +45,10 @@ def idle_nodes(path: Path, overrides: Sequence[str], slots: dict[str, int], *, s
         StageError: the nodes are too few; the message says how many are enough.
         ValueError: no number of nodes of this size is enough.
     """
-    loaded = load_recipe(path, overrides, "sft" if sft else "train")
-    if problems := [problem for problem in check_loaded(loaded) if not problem.warning]:
+    loaded, problems = read_recipe(path, overrides, "sft" if sft else "train")
+    if loaded is not None:
+        problems += [problem for problem in check_loaded(loaded) if not problem.warning]
+    if loaded is None or problems:
         raise RecipeError(problems)
     recipe = loaded.recipe
     nodes = [Node(node_id=name, name=name, address=name, slots=number) for name, number in slots.items()]

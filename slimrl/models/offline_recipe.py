@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.check import check_recipe, file_violations
-from slimrl.config.critic_rules import with_critic
+from slimrl.config.critic import with_critic
 from slimrl.config.functions import absent_modules, function_violations, reward_warnings
 from slimrl.config.load import SERVING, Command, LoadedRecipe, is_needed, read_recipe, trains
 from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.stop import StopConfig
+from slimrl.config.schema.run import StopConfig
 
 ALWAYS_RECORDED = "policy/grad_norm"
 """Metric of every step with an optimizer update, in reinforcement learning and in supervised training."""

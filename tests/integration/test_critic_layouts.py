@@ -14,8 +14,7 @@ from trainer_cases import in_layouts, sequences
 
 from slimrl.algorithms.values import estimate_advantages, value_objective
 from slimrl.config.schema.algorithm import AlgorithmConfig, KlPlace
-from slimrl.config.schema.critic import CriticConfig
-from slimrl.config.schema.trainer import OptimizerConfig
+from slimrl.config.schema.trainer import CriticConfig, OptimizerConfig
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, RETURNS, VALUES, micro_batches, pack
 from slimrl.data.pieces import pieces_of
 from slimrl.runtime.cluster.exchange import over_data

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from recipe_problems import recipe_problems
 from test_episode import CHAT
 
 from slimrl.agent.calculator import calculator
@@ -23,8 +24,11 @@ HELPER = "agent.subagents.helper={description: Helps., max_turns: 2}"
 POOL = SandboxPool(SandboxConfig())
 
 
+GIVEN = ["model.path=absent", "data.train=absent", "rollout.max_turns=4"]
+
+
 def recipe_of(*overrides):
-    return load_recipe(RECIPE, ["model.path=absent", "data.train=absent", "rollout.max_turns=4", *overrides]).recipe
+    return load_recipe(RECIPE, [*GIVEN, *overrides]).recipe
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,7 @@ def recipe_of(*overrides):
     ],
 )
 def test_what_contradicts_itself_is_named_by_its_key(overrides, key, message):
-    found = {problem.key: problem.message for problem in check_recipe(recipe_of(*overrides), None, "train")}
+    found = {problem.key: problem.message for problem in recipe_problems(RECIPE, [*GIVEN, *overrides])}
     assert message in found[key]
 
 

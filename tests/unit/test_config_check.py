@@ -5,10 +5,10 @@ import re
 from dataclasses import replace
 
 import pytest
+from recipe_problems import recipe_problems
 
-from slimrl.config.bounds import BOUNDS, bound_violations
 from slimrl.config.check import check_loaded, check_recipe
-from slimrl.config.keys import KEY_TYPES
+from slimrl.config.keys import KEY_TYPES, NAME, type_of
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.algorithm import AlgorithmName
@@ -48,8 +48,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def problems_of(overrides, model=MODEL, command="train"):
-    recipe = load_recipe("recipe.yaml", GIVEN + overrides, command=command).recipe
-    return check_recipe(recipe, model, command)
+    return recipe_problems("recipe.yaml", GIVEN + overrides, model, command)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("trainer.parallel.virtual_pipeline=2", "trainer.parallel.virtual_pipeline",
          "needs trainer.parallel.pipeline above 1."),
         ("trainer.num_ranks=2 trainer.parallel.pipeline=2 trainer.parallel.virtual_pipeline=1",
-         "trainer.parallel.virtual_pipeline", "1: use 2 or more, or null."),
+         "trainer.parallel.virtual_pipeline", "1: must be at least 2."),
         ("trainer.num_ranks=2 trainer.parallel.tensor=2", "trainer.parallel.sequence",
          "a Mixture-of-Experts model with tensor above 1 needs sequence: true."),
         ("trainer.parallel.sequence=true", "trainer.parallel.sequence",
@@ -162,7 +161,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("rollout.adaptive_concurrency=true deterministic=true", "rollout.adaptive_concurrency",
          "how full the engines' caches are depends on the clock, so a deterministic run cannot repeat it. Use false, "
          "or deterministic false."),
-        ("rollout.chunk_tokens=-1", "rollout.chunk_tokens", "-1: must not be negative."),
+        ("rollout.chunk_tokens=-1", "rollout.chunk_tokens", "-1: must be at least 0."),
         ("rollout.engine_attention_dp=0", "rollout.engine_attention_dp", "0: must be at least 1."),
         ("resync.transport=delta", "resync.local_dir",
          "delta needs a folder on a local disk of each node, with room for the model."),
@@ -171,7 +170,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("rollout.engine_tp=4 rollout.engine_nodes=2 rollout.colocated=true resync.transport=collective",
          "rollout.colocated",
          "collective needs engines on devices of their own. Use resync.transport disk or delta, or colocated false."),
-        ("rollout.max_replacements=-1", "rollout.max_replacements", "-1: must not be negative."),
+        ("rollout.max_replacements=-1", "rollout.max_replacements", "-1: must be at least 0."),
         ("rollout.min_engines=5 rollout.num_engines=2", "rollout.min_engines",
          "5 is above rollout.num_engines 2. Use at most 2."),
         ("rollout.max_engines=1 rollout.num_engines=2", "rollout.max_engines",
@@ -197,7 +196,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("rollout.engine_tp=12 rollout.engine_ep=12", "rollout.engine_ep",
          "12 does not divide the model's 128 experts. Use 4."),
         ("trainer.num_ranks=0", "trainer.num_ranks", "0: must be at least 1."),
-        ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "0.0: must be greater than 0 and at most 1."),
+        ("rollout.sampling.top_p=0", "rollout.sampling.top_p", "0: must be greater than 0."),
         ("rollout.eval_sampling.top_k=0", "rollout.eval_sampling.top_k", "0: must be at least 1, or -1 for off."),
         ("trainer.optimizer.schedule=cosine trainer.optimizer.warmup_updates=9 trainer.updates_per_rollout=3 "
          "rollout.prompts_per_step=3", "trainer.optimizer.warmup_updates",
@@ -328,8 +327,8 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("rollout.sglang.context_length=256", "rollout.sglang.context_length",
          "256 is shorter than rollout.max_trajectory_tokens 512."),
         ("eval.every_steps=4", "eval.every_steps", "4, but data.eval names no evaluation set. Use 0."),
-        ("trainer.optimizer.lr=0", "trainer.optimizer.lr", "0.0: must be greater than 0."),
-        ("run.name=a/b", "run.name", "'a/b' is not a folder name; use letters, digits, '.', '_' and '-'."),
+        ("trainer.optimizer.lr=0", "trainer.optimizer.lr", "0: must be greater than 0."),
+        ("run.name=a/b", "run.name", "'a/b' is not a valid name; use letters, digits, '.', '_' and '-'."),
         ("data.eval.a/b=x.jsonl", "data.eval.a/b", "'a/b' is not a valid name; use letters, digits, '.', '_' and '-'."),
         ("agent.max_result_chars=8", "agent.max_result_chars", "8: must be at least 16."),
         ("sft.summary_every_steps=0", "sft.summary_every_steps", "0: must be at least 1."),
@@ -414,16 +413,29 @@ def test_a_size_of_nothing_is_all_that_is_said_since_other_rules_divide_by_it(fo
         ("rollout.sampling.top_k rollout.eval_sampling.top_k", [-1, 1], [0, -2]),
     ],
 )  # fmt: skip
-def test_each_number_has_its_range_with_the_ends_that_belong_to_it(keys, taken, refused):
+def test_each_number_has_its_range_with_the_ends_that_belong_to_it(folder, keys, taken, refused):
     for key in keys.split():
-        holds = BOUNDS[key][0]
-        assert [value for value in [*taken, *refused] if holds(value)] == taken, key
+        said = {value: [p for p in problems_of([f"{key}={value}"]) if p.key == key] for value in [*taken, *refused]}
+        assert [value for value in said if not any(" must " in p.message for p in said[value])] == taken, key
 
 
-def test_every_number_of_a_recipe_has_a_range():
-    unbounded = {"trainer.parallel.virtual_pipeline", "critic.trainer.parallel.virtual_pipeline"}
-    kinds = (int, float, int | None, float | None)
-    assert {key for key, kind in KEY_TYPES.items() if kind in kinds} - set(BOUNDS) == unbounded
+def test_every_number_of_a_recipe_has_a_range_and_no_word_is_one(folder):
+    kinds = (int, float, int | None, float | None, bool)
+    keys = [key.replace(NAME, "x") for key, kind in KEY_TYPES.items() if kind in kinds]
+    said = {problem.key: problem.message for problem in problems_of([f"{key}='1'" for key in keys])}
+    assert [key for key in keys if not said[key].startswith("expected ")] == []
+    said = {problem.key: problem.message for problem in problems_of([f"{key}=true" for key in keys])}
+    numbers = [key for key in keys if type_of(key) is not bool]
+    assert [key for key in numbers if not said[key].startswith("expected ")] == []
+    of_range = {p.key for key in numbers for p in problems_of([f"{key}=-9"]) if p.message.startswith("-9: must be ")}
+    unbounded = {"algorithm.selection.min_reward", "eval.pass_reward"}
+    unbounded |= {f"reward.{section}.x.weight" for section in ("parts", "by_name", "group")}
+    assert set(numbers) - of_range == unbounded
+
+
+def test_a_number_out_of_range_does_not_hide_broken_rules(folder):
+    found = problems_of(["stop.kl=-1", "reward.alarm_steps=3", "rollout.request_timeout_s=601"])
+    assert [problem.key for problem in found] == ["reward.alarm_steps", "stop.kl", "rollout.request_timeout_s"]
 
 
 @pytest.mark.parametrize(
@@ -495,10 +507,8 @@ def test_folders_that_the_transport_uses_and_devices_of_its_own_are_no_warning(f
     ],
 )
 def test_what_a_shell_would_replace_is_named_in_each_path(folder, key, path, variable):
-    recipe = load_recipe("recipe.yaml", GIVEN).recipe
-    section, name = key.split(".")
-    wrong = replace(recipe, **{section: replace(getattr(recipe, section), **{name: path})})
-    said = [message for at, message in bound_violations(wrong) if at == key]
+    written = path.replace("${", r"\${")
+    said = [problem.message for problem in problems_of([f"{key}='{written}'"]) if "expanded" in problem.message]
     assert len(said) == (variable is not None)
     assert all(f"${{oc.env:{variable}}}" in message for message in said)
 
@@ -507,9 +517,8 @@ def test_what_a_shell_would_replace_is_named_in_each_path(folder, key, path, var
     ("name", "right"), [("a-1_b.c", True), ("0", True), ("", False), (".a", False), ("a/b", False)]
 )
 def test_names_of_runs_and_of_sets_are_those_of_files(folder, name, right):
-    recipe = load_recipe("recipe.yaml", GIVEN).recipe
-    wrong = replace(recipe, run=replace(recipe.run, name=name), data=replace(recipe.data, eval={name: "x.jsonl"}))
-    assert [key for key, _ in bound_violations(wrong)] == ([] if right else ["run.name", f"data.eval.{name}"])
+    given = {"run.name": f"run.name='{name}'"} | ({} if "." in name else {f"data.eval.{name}": f"data.eval.{name}=x"})
+    assert {problem.key for problem in problems_of(list(given.values()))} == (set() if right else given.keys())
 
 
 def test_an_import_path_of_a_parser_is_taken(folder):

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import os
 import runpy
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from cpu_seconds import takes_less
 from slimrl.config import package_fields
 from slimrl.config.check import check_recipe
 from slimrl.config.hints import meant_key
-from slimrl.config.interpolation import escaped, is_reference, without_openings
+from slimrl.config.interpolation import escaped, is_reference
+from slimrl.config.keys import KEY_TYPES, NAME
 from slimrl.config.load import LoadedRecipe, intended_command, load_recipe, read_recipe
 from slimrl.config.package_fields import megatron_fields, package_folder, sglang_fields
 from slimrl.config.problems import RecipeError
@@ -72,6 +74,15 @@ def test_a_minimal_recipe_has_the_defaults_of_the_schema_elsewhere(folder):
     assert recipe.rollout.eval_sampling.temperature == 0.0
     assert recipe.resync.verify is VerifyMode.sampled
     assert recipe.trainer.optimizer.beta2 == Recipe().trainer.optimizer.beta2
+
+
+def test_a_section_that_is_given_in_part_has_its_own_defaults_elsewhere():
+    """pydantic makes such a section from the defaults of its class, whatever the recipe's default is."""
+    defaults = Recipe()
+    sections = [key for key, kind in KEY_TYPES.items() if dataclasses.is_dataclass(kind) and NAME not in key]
+    for key in sections:
+        assert attrgetter(key)(defaults) == KEY_TYPES[key](), key
+    assert len(sections) > 20
 
 
 def test_every_value_says_which_line_it_came_from(folder):
@@ -191,15 +202,17 @@ def test_escaped_openings_are_text_which_the_resolved_yaml_keeps(folder, text):
 
 def test_escaped_openings_within_lists_and_mappings_are_kept_by_the_resolved_yaml(folder):
     loaded = load(
-        MINIMAL, r"rollout.sglang.prompt_tokens_buckets=['\${a}=x', plain]", r"agent.tools=['\${b}']", "seed=${steps}"
+        MINIMAL,
+        r"rollout.sglang.prompt_tokens_buckets=['\${a}=x', plain]",
+        r"agent.sandbox.packages=['\${b}']",
+        "seed=${steps}",
     )
     assert loaded.recipe.rollout.sglang["prompt_tokens_buckets"] == ["${a}=x", "plain"]
-    assert loaded.recipe.agent.tools == ["${b}"]
+    assert loaded.recipe.agent.sandbox.packages == ["${b}"]
     again = load_recipe(write("resolved.yaml", dump_resolved(loaded)))
     assert dataclasses.asdict(again.recipe) == dataclasses.asdict(loaded.recipe)
     mapping = {"a": ["${x}", 1], "b": {"c": "\\${y}"}}
     assert escaped(mapping) == {"a": [r"\${x}", 1], "b": {"c": "\\\\\\${y}"}}
-    assert without_openings(mapping) == {"a": ["$x}", 1], "b": {"c": "\\$y}"}}
     assert [is_reference(value) for value in (mapping, {"a": [r"\${x}"]}, [["${x}"]], [1, {}], None)] == [
         True, False, True, False, False,
     ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimrl.config.credit_rules import credit_violations
+from slimrl.config.algorithm_rules import credit_violations
 from slimrl.config.schema.credit import CreditName, RefillMode, SelectionMode
 from slimrl.config.schema.recipe import Recipe
 
@@ -22,9 +22,7 @@ def recipe(**changes) -> Recipe:
 @pytest.mark.parametrize(
     ("changes", "key", "message"),
     [
-        ({"credit__turn_weights": [1.0, -0.5]}, "credit.turn_weights", "must not be negative"),
         ({"credit__process_weights": [0.7, 0.3]}, "credit.process_weights", "has 2 weights for 1 stages"),
-        ({"credit__outcome_weights": [-1.0]}, "credit.outcome_weights", "must not be negative"),
         (
             {
                 "credit__stage_starts": [5, 5],

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe_problems import recipe_problems
 
-from slimrl.config.check import check_recipe
 from slimrl.config.critic import critic_recipe
 from slimrl.config.keys import flatten
 from slimrl.config.load import NOT_NEEDED, Command, LoadedRecipe, load_recipe
@@ -69,8 +69,8 @@ def own_keys(loaded: LoadedRecipe) -> set[str]:
 
 def problems_of(*overrides: str, command: Command = "train", model: dict | None = MODEL) -> list[tuple[str, str]]:
     """Key and message of each problem that is no warning."""
-    recipe = load(*overrides, command=command).recipe
-    return [(p.key, p.message) for p in check_recipe(recipe, model, command) if not p.warning]
+    found = recipe_problems("recipe.yaml", overrides, model, command)
+    return [(p.key, p.message) for p in found if not p.warning]
 
 
 def test_the_critic_s_ranks_have_the_trainer_s_settings_where_it_has_none_of_its_own():
@@ -160,6 +160,12 @@ def test_another_setting_may_refer_to_what_the_critic_has_from_the_trainer():
     found = load("critic.warmup_steps=${critic.trainer.parallel.tensor}")
     assert found.recipe.critic.warmup_steps == 2
     assert load("run.name=lr-${critic.trainer.optimizer.lr}").recipe.run.name == "lr-1e-06"
+
+
+def test_a_number_out_of_range_that_the_critic_shares_is_said_once():
+    assert problems_of("trainer.optimizer.min_lr=-1") == [("trainer.optimizer.min_lr", "-1: must be at least 0.")]
+    said = "2.0 is above trainer.optimizer.lr -1."
+    assert ("trainer.optimizer.min_lr", said) in problems_of("trainer.optimizer.lr=-1", "trainer.optimizer.min_lr=2")
 
 
 def test_a_setting_that_the_trainer_lacks_is_missing_once():

@@ -4,11 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from recipe_problems import recipe_problems
 from test_engine_group import Actors
 
 from slimrl.base.errors import StageError
-from slimrl.config.check import check_recipe
-from slimrl.config.load import load_recipe
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
@@ -197,8 +196,8 @@ def test_impossible_parts_are_refused(tmp_path: Path):
              "rollout.eval_sampling.max_new_tokens=64"]  # fmt: skip
 
     def messages(*more: str) -> list[str]:
-        recipe = load_recipe(tmp_path / "recipe.yaml", [*given, *more]).recipe
-        return [p.message for p in check_recipe(recipe, None, "train") if p.key == "rollout.engine_nodes"]
+        problems = recipe_problems(tmp_path / "recipe.yaml", [*given, *more])
+        return [p.message for p in problems if p.key == "rollout.engine_nodes"]
 
     over_network = "resync.transport=collective"
     assert messages("rollout.engine_tp=4", "rollout.engine_nodes=2", over_network) == []

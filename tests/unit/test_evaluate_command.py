@@ -6,11 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from recipe_problems import recipe_problems
 from typer.testing import CliRunner
 
 from slimrl import cli
-from slimrl.config.check import check_recipe
-from slimrl.config.load import load_recipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.evaluation import comparison
@@ -182,7 +181,7 @@ def test_two_evaluations_are_compared_where_a_recipe_could_stand(monkeypatch, tm
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_samples_that_measure_nothing_are_refused(command, overrides, key, said):
-    problems = check_recipe(load_recipe(RECIPE, overrides, command).recipe, None, command)
+    problems = recipe_problems(RECIPE, overrides, command=command)
     assert (key, said) in [(problem.key, problem.message) for problem in problems]
 
 
@@ -194,4 +193,4 @@ def test_samples_that_measure_nothing_are_refused(command, overrides, key, said)
     ],
 )
 def test_samples_at_a_temperature_are_fine_and_so_is_one_greedy_sample(overrides):
-    assert check_recipe(load_recipe(RECIPE, overrides, "eval").recipe, None, "eval") == []
+    assert recipe_problems(RECIPE, overrides, command="eval") == []

@@ -18,10 +18,9 @@ from slimrl.agent.gateway.command_agent import CommandAgent
 from slimrl.agent.gateway.command_sandbox import hidden_program
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
-from slimrl.config.agent_rules import agent_violations
+from slimrl.config.agent_rules import agent_violations, command_words, gateway_file_violations, gateway_violations
 from slimrl.config.check import check_loaded
 from slimrl.config.functions import function_violations
-from slimrl.config.gateway_rules import command_words, gateway_file_violations, gateway_violations
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema.agent import AgentConfig, CommandSandboxConfig, GatewayConfig

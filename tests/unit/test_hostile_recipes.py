@@ -50,6 +50,16 @@ def refused(path: Path, overrides: list[str] | None = None) -> str:
         (f"agent:\n  tool_args:\n{MERGED}", 8, f"more than {MAX_VALUES} values, those that aliases repeat included."),
         ("agent: {tool_args: &a {x: *a}}\n", 2, "an alias within what it stands for."),
         ("seed: !!timestamp x\n", 2, "'x' is no tag:yaml.org,2002:timestamp."),
+        (
+            "agent:\n  tool_args: {x: !!timestamp 2020-01-01}\nseed: ${steps}\n",
+            3,
+            "tag:yaml.org,2002:timestamp is no type of a recipe's values; write a text.",
+        ),
+        (
+            "agent:\n  tool_args: {x: [!!set {a}]}\n",
+            3,
+            "tag:yaml.org,2002:set is no type of a recipe's values; write a text.",
+        ),
     ],
 )
 def test_a_hostile_recipe_is_one_problem_with_its_line(tmp_path: Path, text: str, line: int, problem: str):

@@ -142,7 +142,11 @@ def test_the_ray_job_has_the_gpus_of_its_recipe():
     job = yaml.safe_load((ROOT / "launch" / "kuberay" / "rayjob.yaml").read_text())
     words = job["spec"]["entrypoint"].split()
     path = next(word for word in words if word.endswith(".yaml"))
-    needed = ["model.path=/shared/model", "data.train=/shared/train.jsonl", "reward.function=slimrl.rewards.math"]
+    needed = [
+        "model.path=/shared/model",
+        "data.train=/shared/train.jsonl",
+        "reward.function=own.task:reward",
+    ]
     recipe = load_recipe(ROOT / path, needed).recipe
     cluster = job["spec"]["rayClusterSpec"]
     pods = [(1, cluster["headGroupSpec"]), *((group["replicas"], group) for group in cluster["workerGroupSpecs"])]

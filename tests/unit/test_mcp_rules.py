@@ -19,11 +19,11 @@ from mcp.types import (
     TextContent,
     TextResourceContents,
 )
+from recipe_problems import recipe_problems
 
 from slimrl.agent.mcp import connection
 from slimrl.agent.mcp.result_text import result_text
 from slimrl.agent.tools import ToolError
-from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.agent import McpServerConfig
@@ -38,7 +38,8 @@ def loaded(*overrides: str):
 
 
 def problems(*overrides: str) -> dict[str, str]:
-    return {one.key: one.message for one in check_loaded(loaded(*overrides)) if one.key.startswith("agent.")}
+    found = recipe_problems(TOY, ["model.path=absent", *overrides])
+    return {one.key: one.message for one in found if one.key.startswith("agent.")}
 
 
 def test_a_server_of_each_kind_is_accepted():

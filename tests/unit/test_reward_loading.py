@@ -8,9 +8,8 @@ from types import ModuleType
 import pytest
 from reward_cases import asked, said
 
-from slimrl.config.bounds import bound_violations
 from slimrl.config.functions import function_violations
-from slimrl.config.load import load_recipe
+from slimrl.config.load import load_recipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.reward_rules import reward_violations
 from slimrl.config.schema.recipe import Recipe
@@ -19,6 +18,7 @@ from slimrl.config.show import dump_resolved
 from slimrl.rewards.loading import load_part, load_rewards, refuse_unknown_names
 from slimrl.rewards.scoring import score
 
+TINY = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
 GIVEN = """\
 steps: 1
 run: {name: a}
@@ -160,8 +160,6 @@ def test_prompts_that_name_a_reward_that_is_not_there_are_refused_by_their_lines
         ({"function": "a:b", "parts": {"x": part("y")}}, "reward.function", "reward.parts has the reward too."),
         ({"function": "a:b", "by_name": {"x": part("y")}}, "reward.function", "reward.by_name has the reward too."),
         ({"parts": {"x": part("y")}, "group": {"x": part("y")}}, "reward.group.x", "reward.parts.x has this name too."),
-        ({"parts": {"x": RewardPartConfig(function="no path")}}, "reward.parts.x.function", "'no path' is not an"),
-        ({"function": "a:b", "retry_on": ["OSError"]}, "reward.retry_on", "'OSError' is not an import path"),
         ({"group": {"x": part("y")}}, "reward.group", "an evaluation has one trajectory per prompt"),
         ({"parts": {"overlong": part("y")}}, "reward.parts.overlong", "algorithm.overlong adds a part of this name"),
     ],
@@ -183,13 +181,15 @@ def test_one_reward_with_groups_or_without_is_right(settings):
     assert list(reward_violations(Recipe(reward=RewardConfig(group={"z": part("y")})), "train")) == []
 
 
-def test_numbers_of_parts_have_ranges_too():
-    recipe = Recipe(reward=RewardConfig(parts={"x": part("y", cap=0.0, weight=-1.0)}, alarm_steps=3, retries=-1))
-    found = dict(bound_violations(recipe))
-    assert {key: text for key, text in found.items() if key.startswith("reward.")} == {
+def test_numbers_and_functions_of_parts_have_ranges_and_forms_too():
+    given = ["parts.x={function: no path, cap: 0.0, weight: -1.0}", "alarm_steps=3", "retries=-1", "retry_on=[OSError]"]
+    problems = read_recipe(TINY, ["reward.function=''", *(f"reward.{one}" for one in given)])[1]
+    assert {problem.key: problem.message for problem in problems} == {
+        "reward.parts.x.function": "'no path' is not an import path; write module:function.",
+        "reward.retry_on": "'OSError' is not an import path; write module:Exception.",
         "reward.parts.x.cap": "0.0: must be greater than 0.",
         "reward.alarm_steps": "3: must be at least 4, or 0 for off.",
-        "reward.retries": "-1: must not be negative.",
+        "reward.retries": "-1: must be at least 0.",
     }
 
 

@@ -6,9 +6,9 @@ import pytest
 from test_sft_step import run_of
 
 from slimrl.base.errors import RunError
+from slimrl.config.algorithm_rules import LIMITS, OF_SFT, stop_violations
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.stop import StopConfig
-from slimrl.config.stop_rules import LIMITS, OF_SFT, stop_violations
+from slimrl.config.schema.run import StopConfig
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.checks.checkpoint_check import check_checkpoint

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT
+from recipe_problems import recipe_problems
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
-from slimrl.config.check import check_loaded, check_recipe
+from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.estimates.planner.engine import GIB
@@ -26,8 +27,7 @@ STUDENT = published_config("Qwen3-4B")
 
 
 def found(*overrides: str, teacher_config=TEACHER, command="train") -> dict[str, str]:
-    recipe = load_recipe(POLICY, list(overrides), command=command).recipe
-    problems = check_recipe(recipe, STUDENT, command, teacher_config=teacher_config)
+    problems = recipe_problems(POLICY, overrides, STUDENT, command, teacher_config=teacher_config)
     return {problem.key: problem.message for problem in problems if not problem.warning}
 
 
@@ -60,7 +60,7 @@ def test_a_teacher_that_fits_has_no_problems_and_none_is_no_teacher():
         ),
         (["teacher.path=m", "teacher.engine_tp=3"], "teacher.engine_tp", "3 neither divides the model's 4"),
         (["teacher.path=m", "teacher.sglang.mem_fraction_static=2"], "teacher.sglang.mem_fraction_static", "2: must"),
-        (["teacher.path=m", "teacher.env.OMP_NUM_THREADS=3"], "teacher.env.OMP_NUM_THREADS", "by teacher.threads_per"),
+        (["teacher.path=m", "teacher.env.OMP_NUM_THREADS=3"], "teacher.env.OMP_NUM_THREADS", "by rollout.threads_per"),
         (["teacher.path=$HOME/m"], "teacher.path", "is not expanded"),
         (
             ["teacher.path=m", "teacher.sglang.context_length=4096", "rollout.max_trajectory_tokens=4096"],

@@ -14,7 +14,7 @@ from slimrl.agent.chat.tool_prompts import PUBLISHED, tool_prompt
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.parsers import make_parser
 from slimrl.cli import app
-from slimrl.config.bounds import TOOL_PROMPTS
+from slimrl.config.agent_rules import TOOL_PROMPTS
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.runtime.sft import read_examples

@@ -14,8 +14,7 @@ from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
 from slimrl.config.package_fields import megatron_fields, package_folder, sglang_fields
 from slimrl.config.passthrough import MEGATRON, VERDICTS, field_problem
 from slimrl.config.problems import RecipeError
-from slimrl.config.sglang_verdicts import SGLANG_VERDICTS
-from slimrl.config.teacher_verdicts import TEACHER_VERDICTS
+from slimrl.config.sglang_verdicts import SGLANG_VERDICTS, TEACHER_VERDICTS
 from slimrl.config.verdicts import Verdict, judged, table
 from slimrl.models.family import FAMILIES, family_of
 from slimrl.models.hf_config import published_config, published_names

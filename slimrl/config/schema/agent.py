@@ -2,9 +2,21 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
-from omegaconf import MISSING
+from annotated_types import Ge
+
+from slimrl.config.schema.types import (
+    MISSING,
+    Flag,
+    ImportPath,
+    NonNegativeInt,
+    OptionalClassPath,
+    OptionalImportPath,
+    PositiveFloat,
+    PositiveInt,
+    Strict,
+)
 
 
 class HistoryMode(str, Enum):
@@ -47,9 +59,9 @@ class McpServerConfig:
     pure: list[str] = field(default_factory=list)
     """Names of its pure tools, whose answers follow from their arguments alone: answers are given again, and calls are
     repeated that a server which ended may have taken."""
-    per_trajectory: bool = False
+    per_trajectory: Flag = False
     """A connection, and so a process of a command, for each trajectory, for a server that keeps state."""
-    restarts: int = 2
+    restarts: NonNegativeInt = 2
     """How often a call connects anew to a server that has ended."""
 
 
@@ -57,17 +69,17 @@ class McpServerConfig:
 class SandboxLimits:
     """Limits of a run. docs/gateway.md#sandbox says how each backend enforces them."""
 
-    wall_s: float = 8.0
+    wall_s: PositiveFloat = 8.0
     """Deadline of a run, or of one execution in a session. Below `rollout.tool_timeout_s`, so that a tool answers."""
-    cpu_s: int = 8
+    cpu_s: PositiveInt = 8
     """Limit of the CPU time of each process; whole seconds."""
-    memory_bytes: int = 512 * 1024**2
+    memory_bytes: PositiveInt = 512 * 1024**2
     """What a run may take of the host's memory, with its files in /tmp, its sockets and all else, in all processes."""
-    processes: int = 32
+    processes: PositiveInt = 32
     """Most processes and threads at the same time."""
-    disk_bytes: int = 64 * 1024**2
+    disk_bytes: PositiveInt = 64 * 1024**2
     """Size of /tmp and /dev/shm together, and of the largest file."""
-    output_bytes: int = 256 * 1024
+    output_bytes: PositiveInt = 256 * 1024
     """Limit of stdout and stderr together."""
 
 
@@ -77,18 +89,18 @@ class SandboxConfig:
 
     backend: SandboxBackend = SandboxBackend.bubblewrap
     """Backend that runs the code; slimrl never falls back from one to another."""
-    all_nodes: bool = False
+    all_nodes: Flag = False
     """Run on all nodes of the Ray cluster, each with these limits and places, instead of the driver's alone."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
-    session_cpu_s: int = 60
+    session_cpu_s: PositiveInt = 60
     """CPU time of each process of a session, over the session's life: in place of `limits.cpu_s`."""
-    max_running: int = 8
+    max_running: PositiveInt = 8
     """Most runs at the same time; others wait."""
-    max_waiting: int = 1024
+    max_waiting: PositiveInt = 1024
     """Most runs that wait; one more is refused."""
-    wait_s: float = 60.0
+    wait_s: PositiveFloat = 60.0
     """How long a run waits before it is refused."""
-    max_sessions: int = 64
+    max_sessions: PositiveInt = 64
     """Most sessions that are open at the same time; others wait, as runs do."""
     packages: list[str] = field(default_factory=lambda: ["numpy", "sympy"])
     """Distributions that the warm interpreter of `bubblewrap` imports before its runs, as far as they are installed."""
@@ -102,17 +114,17 @@ class SandboxConfig:
 
 @dataclass(kw_only=True)
 class CompactionConfig:
-    at_tokens: int | None = None
+    at_tokens: PositiveInt | None = None
     """Length from which on a context is compacted: a summary takes the place of its turns
     (docs/agents.md#long-contexts). Null for never."""
-    keep_turns: int = 1
+    keep_turns: NonNegativeInt = 1
     """Newest turns that are kept after the summary, with what they led to, where they fit."""
     prompt: str = (
         "The conversation has become too long. Write a summary that takes its place: what the task is, what was done "
         "and found so far, and what is left to do."
     )
     """What asks the policy for the summary, which it is trained on."""
-    function: str = ""
+    function: OptionalImportPath = ""
     """Import path `module:function` of a function of the messages that writes the summary instead of the policy."""
 
 
@@ -122,9 +134,9 @@ class SubagentConfig:
     """Description of the sub-agent that the policy reads."""
     system_prompt: str | None = None
     """System message of the sub-agent's context."""
-    tools: list[str] = field(default_factory=list)
+    tools: list[ImportPath] = field(default_factory=list)
     """Import paths `module:function` of the sub-agent's tools."""
-    max_turns: int = 4
+    max_turns: PositiveInt = 4
     """Most turns of one call of the sub-agent; they count in `rollout.max_turns`."""
 
 
@@ -132,11 +144,11 @@ class SubagentConfig:
 class CommandSandboxConfig:
     """bubblewrap around `agent.command` (docs/gateway.md)."""
 
-    enabled: bool = False
+    enabled: Flag = False
     """Run the command in namespaces of its own, where it sees its workspace and the system's programs alone."""
     paths: list[str] = field(default_factory=list)
     """Files and folders of the machine that the command sees besides, read-only, such as a virtual environment."""
-    network: bool = False
+    network: Flag = False
     """Whether the command has the machine's network; otherwise it reaches the gateway alone."""
 
 
@@ -156,15 +168,15 @@ class GatewayConfig:
 
     host: str = "127.0.0.1"
     """Address of this machine to listen on, at a free port; part of the URLs that agents get."""
-    max_body_bytes: int = 33_554_432
+    max_body_bytes: PositiveInt = 33_554_432
     """Largest body of a request, in bytes."""
-    body_timeout_s: float = 30.0
+    body_timeout_s: PositiveFloat = 30.0
     """Deadline for the body of a request to arrive."""
-    max_concurrent_requests: int = 64
+    max_concurrent_requests: PositiveInt = 64
     """Most requests of a trajectory that are under way at the same time; further ones are refused with 429."""
-    max_requests_per_s: float = 100.0
+    max_requests_per_s: PositiveFloat = 100.0
     """Most requests of a trajectory in a second, on average; as many may come at once."""
-    max_refused: int = 8
+    max_refused: PositiveInt = 8
     """Most requests of a trajectory that may be refused as wrong; one more fails it."""
     skip: SkipConfig = field(default_factory=SkipConfig)
     """Side requests that are left out of training."""
@@ -172,31 +184,31 @@ class GatewayConfig:
 
 @dataclass(kw_only=True)
 class AgentConfig:
-    tools: list[str] = field(default_factory=list)
+    tools: list[ImportPath] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
     tool_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of tools by name, such as `{corpus: wiki.jsonl}`. The model is not shown these parameters."""
     mcp: dict[str, McpServerConfig] = field(default_factory=dict)
     """Servers of further tools by name (docs/agents.md#mcp-servers)."""
-    max_tool_calls: int | None = None
+    max_tool_calls: PositiveInt | None = None
     """Most calls of a trajectory that tools answer; further ones are answered with an error message."""
     subagents: dict[str, SubagentConfig] = field(default_factory=dict)
     """Tools that are the policy itself with a task, a context and tools of its own (docs/agents.md#sub-agents)."""
-    environment: str = ""
+    environment: OptionalClassPath = ""
     """Import path `module:Class` of the environment, instead of tools (docs/agents.md#environments)."""
     environment_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of each instance of the environment."""
-    workers: int = 1
+    workers: PositiveInt = 1
     """Processes that run the episodes; 1 for the driver itself (docs/agents.md#several-processes)."""
-    start_timeout_s: float = 120.0
+    start_timeout_s: PositiveFloat = 120.0
     """Deadline of an environment's start."""
-    start_retries: int = 2
+    start_retries: NonNegativeInt = 2
     """Further attempts to start an environment, each with a new instance."""
-    step_timeout_s: float = 120.0
+    step_timeout_s: PositiveFloat = 120.0
     """Deadline of an environment's answer to a turn."""
-    close_timeout_s: float = 30.0
+    close_timeout_s: PositiveFloat = 30.0
     """Deadline of an environment's close, after which it is left behind."""
-    episode: str = ""
+    episode: OptionalImportPath = ""
     """Import path `module:function` of a function that runs an episode, in place of the loop of turns and observations
     (docs/agents.md#an-episode-of-ones-own)."""
     command: Any = ""
@@ -206,16 +218,16 @@ class AgentConfig:
     """Environment variables of the command besides those that docs/gateway.md lists; nothing else is inherited."""
     command_sandbox: CommandSandboxConfig = field(default_factory=CommandSandboxConfig)
     """A sandbox around the command."""
-    max_commands: int = 64
+    max_commands: PositiveInt = 64
     """Commands that run at the same time; further trajectories wait before they begin."""
-    function: str = ""
+    function: OptionalImportPath = ""
     """Import path `module:function` of a function that is called for each trajectory instead of a command."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     parser: str = ""
     """Format of tool calls: a parser of SGLang by its name there (`qwen25`, `deepseekv31`, `glm45`, `kimi_k2`), or the
     import path `module:name` of a function or class that returns a `Parser` (slimrl.api); empty for the one of the
     model's family that reads what the chat template writes. docs/chat.md has a table."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a turn; null for the model's: `eos_token_id` of generation_config.json, else of config.json, else
     the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -227,7 +239,7 @@ class AgentConfig:
     history: HistoryMode = HistoryMode.keep
     """What the policy is shown of its earlier turns."""
     compaction: CompactionConfig = field(default_factory=CompactionConfig)
-    max_result_chars: int = 4000
+    max_result_chars: Annotated[int, Strict(), Ge(16)] = 4000
     """Maximum length of a tool result; a longer one loses its middle."""
     system_prompt: str | None = None
     """System message of prompts without one."""

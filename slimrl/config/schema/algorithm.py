@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from omegaconf import MISSING
-
 from slimrl.config.schema.credit import CreditConfig, DynamicSamplingConfig, OverlongConfig, SelectionConfig
 from slimrl.config.schema.data import TruncationMode
+from slimrl.config.schema.types import MISSING, Flag, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 
 class AlgorithmName(str, Enum):
@@ -179,13 +178,13 @@ class CorrectionConfig:
     """What has an importance weight of its own."""
     mode: CorrectionMode = CorrectionMode.truncate
     """Treatment of a weight outside the bounds."""
-    low: float = 0.0
+    low: NonNegativeFloat = 0.0
     """Lower bound of a weight, for `clip` and `mask`."""
-    high: float = 2.0
+    high: PositiveFloat = 2.0
     """Upper bound of a weight."""
-    veto: float = 0.0
+    veto: NonNegativeFloat = 0.0
     """A trajectory with a token whose probability fell below this fraction of the engine's is left out; 0 is off."""
-    max_gap: float = 0.0
+    max_gap: NonNegativeFloat = 0.0
     """A trajectory of negative advantage is left out if its mean log pi_engine - log pi is above this
     (arXiv:2512.02556); 0 is off."""
 
@@ -212,49 +211,49 @@ class AlgorithmConfig:
     """An [advantage](#advantagename) by its name, or the import path `module:function` of one (docs/algorithms.md)."""
     aggregation: Aggregation = Aggregation.trajectory
     """How the losses of tokens become the loss of an update."""
-    clip_low: float = 3e-4
+    clip_low: PositiveFloat = 3e-4
     """Clip range below 1. GSPO's ratios are sequence means, so ranges are three orders of magnitude below PPO's."""
-    clip_high: float = 4e-4
+    clip_high: PositiveFloat = 4e-4
     """Clip range above 1."""
-    dual_clip: float = 0.0
+    dual_clip: NonNegativeFloat = 0.0
     """The loss of a token of negative advantage A is at most -A times this (arXiv:1912.09729, with `ppo`); 0 is off."""
     old_policy: OldPolicy = OldPolicy.trainer
     """The policy whose log-probs are the denominator of the importance ratio."""
-    teacher_coef: float = 0.0
+    teacher_coef: NonNegativeFloat = 0.0
     """Weight of log pi_teacher - log pi_old, which is added to the advantage of each token; 0 is off. It needs the
     section `teacher`."""
-    whiten: bool = False
+    whiten: Flag = False
     """Subtract the mean of the advantages of all tokens of a rollout and divide by their standard deviation."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference, which is the model before the run; 0 is off."""
     kl_estimator: KlEstimator = KlEstimator.k3
     """Estimator of the KL."""
     kl_place: KlPlace = KlPlace.loss
     """Whether the KL is charged in the loss or in the reward."""
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, its first with `entropy_target`; 0 is off."""
-    entropy_target: float | None = None
+    entropy_target: PositiveFloat | None = None
     """The bonus holds the policy's entropy per token here: after each step its weight rises by `entropy_step` if the
     entropy is below, and falls by as much, to 0 at the least, if it is above. Null for a fixed weight."""
-    entropy_step: float = 1e-4
+    entropy_step: PositiveFloat = 1e-4
     """Change of the entropy bonus's weight after each step, with `entropy_target`."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    skip_zero_variance: bool = True
+    skip_zero_variance: Flag = True
     """Leave groups whose rewards are all equal out of the passes where they add nothing to the gradient; they count in
     the means of their update all the same (docs/algorithms.md#selection)."""
     truncated: TruncationMode = TruncationMode.score
     """Treatment of a trajectory that reached its maximum length or number of turns."""
-    max_logprob_mismatch: float = MISSING
+    max_logprob_mismatch: PositiveFloat = MISSING
     """The run stops above this mismatch/logprob_abs_mean; 1e-4 suits fp32, 0.05 bf16."""
-    max_far_tokens: float = 0.005
+    max_far_tokens: Fraction = 0.005
     """The run stops above this mismatch/far_fraction, of tokens that differ by more than 20 times
     `max_logprob_mismatch`; 1 is off."""
-    score_every_steps: int = 10
+    score_every_steps: NonNegativeInt = 10
     """Steps between measurements of mismatch/* with `rollout.mode` other than `sync`, where none of a step's tokens was
     sampled by the trainer's present weights: engines then score some of its trajectories again. 0 for none."""
     routing_replay: RoutingReplay = RoutingReplay.off
     """Experts that the trainer takes; `rollout` needs `rollout.routed_experts`. docs/models.md says more."""
-    replay_gap_every_steps: int = 10
+    replay_gap_every_steps: NonNegativeInt = 10
     """Steps between measurements of routing/unreplayed_*, from the first step on, with `routing_replay: rollout`; each
     costs a pass. 0 for none."""
     credit: CreditConfig = field(default_factory=CreditConfig)

@@ -3,6 +3,16 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from slimrl.config.schema.types import (
+    Decay,
+    Float,
+    Multiple,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
+
 
 class CreditName(str, Enum):
     """How advantages differ among the turns of a trajectory; docs/algorithms.md#credit-over-turns has the formulas."""
@@ -41,17 +51,17 @@ class RefillMode(str, Enum):
 class CreditConfig:
     name: CreditName = CreditName.trajectory
     """How advantages differ among the turns of a trajectory."""
-    discount: float = 1.0
+    discount: PositiveFraction = 1.0
     """Factor on a later turn's reward for each turn in between (turn, gigpo)."""
-    step_weight: float = 1.0
+    step_weight: PositiveFloat = 1.0
     """Weight of the advantage among turns from the same state (gigpo)."""
-    turn_weights: list[float] = field(default_factory=list)
+    turn_weights: list[NonNegativeFloat] = field(default_factory=list)
     """Factors on the advantages of the first turn, the second and so on; later turns have the last. Empty for 1."""
-    process_weights: list[float] = field(default_factory=lambda: [1.0])
+    process_weights: list[NonNegativeFloat] = field(default_factory=lambda: [1.0])
     """Weight of the rewards of turns in each stage of the run; `[0.7, 0.3, 0]` moves from dense to sparse rewards."""
-    outcome_weights: list[float] = field(default_factory=lambda: [1.0])
+    outcome_weights: list[NonNegativeFloat] = field(default_factory=lambda: [1.0])
     """Weight of the trajectory's own reward in each stage, as `[0.3, 0.7, 1]`."""
-    stage_starts: list[int] = field(default_factory=list)
+    stage_starts: list[PositiveInt] = field(default_factory=list)
     """Steps at which the second stage and those after it begin."""
 
     @property
@@ -64,9 +74,9 @@ class CreditConfig:
 class SelectionConfig:
     mode: SelectionMode = SelectionMode.all
     """The trajectories of a group that are trained on."""
-    count: int = 1
+    count: PositiveInt = 1
     """How many of the best trajectories are kept, and with `best_and_worst` how many of the worst."""
-    min_reward: float = 1.0
+    min_reward: Float = 1.0
     """Smallest reward of a trajectory that `best` keeps."""
 
 
@@ -74,24 +84,24 @@ class SelectionConfig:
 class DynamicSamplingConfig:
     refill: RefillMode = RefillMode.off
     """Prompts that replace zero-variance groups."""
-    max_refills: int = 4
+    max_refills: PositiveInt = 4
     """Most further rollouts of a step, for replacements."""
-    oversampling: float = 1.0
+    oversampling: Multiple = 1.0
     """Prompts of each rollout of a step, as a multiple of the groups that are missing; those in excess are dropped.
     `rollout.oversample` is another thing: its groups go on in the next step."""
-    value_decay: float = 0.8
+    value_decay: Decay = 0.8
     """Weight of a prompt's earlier results against its newest in its success rate (value)."""
-    uncertainty_weight: float = 0.5
+    uncertainty_weight: PositiveFloat = 0.5
     """Weight of how seldom a prompt was tried, against its difficulty (value)."""
-    max_weight: float = 4.0
+    max_weight: Multiple = 4.0
     """Largest weight of a prompt, as a multiple of the mean (value)."""
 
 
 @dataclass(kw_only=True)
 class OverlongConfig:
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     """Sampled tokens of a trajectory at which the penalty is complete; null is off (DAPO, arXiv:2503.14476, eq. 13)."""
-    buffer_tokens: int = 1024
+    buffer_tokens: PositiveInt = 1024
     """Last tokens before it over which the penalty grows linearly."""
-    penalty: float = 1.0
+    penalty: PositiveFloat = 1.0
     """The penalty at `max_tokens`, subtracted from the reward."""

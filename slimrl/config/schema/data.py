@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from omegaconf import MISSING
+from slimrl.config.schema.types import (
+    MISSING,
+    FileName,
+    FilePath,
+    Flag,
+    Float,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 class TruncationMode(str, Enum):
@@ -17,14 +26,14 @@ class TruncationMode(str, Enum):
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: str = MISSING
+    train: FilePath = MISSING
     """File of prompts (`slimrl train`) or of conversations (`slimrl sft`): Parquet if its name ends in `.parquet`, else
     JSONL, compressed if it ends in `.gz`."""
-    eval: dict[str, str] = field(default_factory=dict)
+    eval: dict[FileName, FilePath] = field(default_factory=dict)
     """Evaluation sets: files like `train`, by name."""
-    more: dict[str, str] = field(default_factory=dict)
+    more: dict[FileName, FilePath] = field(default_factory=dict)
     """Further files to train on by name."""
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, PositiveFloat] = field(default_factory=dict)
     """How much of the training is on each file: a number for `train` and for each name of `more`, of which only the
     proportions count. Empty to take each item of all files once per epoch."""
     keys: dict[str, str] = field(default_factory=dict)
@@ -32,9 +41,9 @@ class DataConfig:
     The columns that it does not name are the prompt's metadata. Empty for files with our names."""
     eval_keys: dict[str, str] = field(default_factory=dict)
     """Columns of the evaluation sets by our names, as `keys`; empty for `keys`."""
-    shuffle: bool = True
+    shuffle: Flag = True
     """A new order each epoch, derived from the seed."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: PositiveInt | None = None
     """Prompts longer than this, with tools and system prompt, are left out and counted. Null leaves none out: prompts
     without room for an answer are refused."""
 
@@ -56,29 +65,29 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    every_steps: int = 0
+    every_steps: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only at the start and the end."""
-    at_start: bool = True
+    at_start: Flag = True
     """Evaluate before the first step."""
-    at_end: bool = True
+    at_end: Flag = True
     """Evaluate after the last step."""
-    engines: int = 0
+    engines: NonNegativeInt = 0
     """Engines that evaluate while the others sample and the trainer trains, with the weights that they have; 0 for all
     of them, between two steps. Needs `rollout.mode` `async` or `one_step_off`."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: PositiveInt = 1
     """Trajectories of each prompt; more than one needs a temperature above 0 in `rollout.eval_sampling`."""
-    pass_at: list[int] = field(default_factory=list)
+    pass_at: list[PositiveInt] = field(default_factory=list)
     """Values of k for which pass@k is estimated, each at most `samples_per_prompt` (docs/evaluation.md)."""
-    pass_reward: float = 1.0
+    pass_reward: Float = 1.0
     """Smallest reward with which a trajectory passes."""
 
 
 @dataclass(kw_only=True)
 class SftConfig:
-    batch_conversations: int = 64
+    batch_conversations: PositiveInt = 64
     """Conversations per optimizer update; one that the chat template rewrites as it goes on counts once for each of its
     sequences."""
-    max_tokens: int = MISSING
+    max_tokens: PositiveInt = MISSING
     """Maximum length; a longer conversation is refused with its line before training starts."""
-    summary_every_steps: int = 20
+    summary_every_steps: PositiveInt = 20
     """Updates between summary rows on the terminal; metrics.jsonl has every update."""

@@ -7,32 +7,28 @@ The modules of this folder import no torch, so that a recipe is checked in milli
 
 from dataclasses import dataclass, field
 
-from omegaconf import MISSING
-
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig
-from slimrl.config.schema.critic import CriticConfig
 from slimrl.config.schema.data import DataConfig, EvalConfig, SftConfig
-from slimrl.config.schema.model import ModelConfig
+from slimrl.config.schema.model import ModelConfig, TeacherConfig
 from slimrl.config.schema.resync import ResyncConfig, TransportName
 from slimrl.config.schema.reward import RewardConfig
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.config.schema.run import CheckpointConfig, RunConfig, TrackingConfig
-from slimrl.config.schema.stop import StopConfig
-from slimrl.config.schema.teacher import TeacherConfig
-from slimrl.config.schema.trainer import TrainerConfig
+from slimrl.config.schema.run import CheckpointConfig, RunConfig, StopConfig, TrackingConfig
+from slimrl.config.schema.trainer import CriticConfig, TrainerConfig
+from slimrl.config.schema.types import MISSING, Flag, NonNegativeInt, PositiveInt
 
 
 @dataclass(kw_only=True)
 class Recipe:
     """The settings of one run of `slimrl train`, `sft`, `eval` or `rollout`."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of all randomness: data order, sampling, initial states."""
-    deterministic: bool = False
+    deterministic: Flag = False
     """Make equal seeds give equal metrics: seeded requests, rollout in lockstep batches, and on GPUs slower algorithms
     that add in the same order each time."""
-    steps: int = MISSING
+    steps: PositiveInt = MISSING
     """Rollout-and-train steps of `slimrl train`, optimizer updates of `slimrl sft`."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

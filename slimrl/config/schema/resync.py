@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from slimrl.config.schema.types import FilePath, Flag, PositiveFloat, PositiveInt
+
 
 class TransportName(str, Enum):
     ipc = "ipc"
@@ -48,30 +50,30 @@ class VerifyMode(str, Enum):
 class ResyncConfig:
     transport: TransportName = TransportName.ipc
     """Transport of weights to the engines; docs/resync.md compares them."""
-    bucket_bytes: int = 256 * 1024**2
+    bucket_bytes: PositiveInt = 256 * 1024**2
     """Largest bucket: the most bytes gathered and sent at a time."""
     verify: VerifyMode = VerifyMode.sampled
     """Comparison of fingerprints of the engines' loaded tensors with the trainer's after each resync."""
-    sampled_versions: int = 50
+    sampled_versions: PositiveInt = 50
     """Resyncs in which `sampled` compares every tensor once."""
-    sampled_bytes: int = 16 * 1024**2
+    sampled_bytes: PositiveInt = 16 * 1024**2
     """Minimum size of a sample; a model of less than twice this is compared whole at each resync."""
-    timeout_s: float = 300.0
+    timeout_s: PositiveFloat = 300.0
     """Deadline of one resync."""
     pause: PauseMode = PauseMode.retract
     """Treatment of running requests."""
-    flush_cache: bool = True
+    flush_cache: Flag = True
     """Empty the engines' prefix caches, which hold keys and values of the old weights. `false` keeps them for
     trajectories that go on after a resync, with pause abort or in_place; docs/resync.md."""
-    dir: str = ""
+    dir: FilePath = ""
     """Folder for versions, at the same path for trainer and engines (disk, delta); empty for `resync` in the run
     folder."""
-    keep: int = 2
+    keep: PositiveInt = 2
     """Newest versions kept in `dir`, besides those on which they build."""
-    local_dir: str = ""
+    local_dir: FilePath = ""
     """Folder on a local disk of each node with engines, with room for one model per engine, and of the node of trainer
     rank 0, with room for one model (delta)."""
-    full_every: int = 20
+    full_every: PositiveInt = 20
     """Number of versions from one that is written whole to the next (delta)."""
     delta_encoding: DeltaEncoding = DeltaEncoding.overwrite
     """Encoding of a changed tensor (delta)."""

@@ -1,9 +1,9 @@
-"""The run: its folder, its checkpoints, and where it is followed."""
+"""The run: its folder, its checkpoints, where it is followed, and the limits that stop it."""
 
 from dataclasses import dataclass
 from enum import Enum
 
-from omegaconf import MISSING
+from slimrl.config.schema.types import MISSING, FileName, FilePath, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class WandbMode(str, Enum):
@@ -17,20 +17,20 @@ class WandbMode(str, Enum):
 
 @dataclass(kw_only=True)
 class RunConfig:
-    name: str = MISSING
+    name: FileName = MISSING
     """Name of the run; its folder is `<dir>/<name>`."""
-    dir: str = "runs"
+    dir: FilePath = "runs"
     """Folder that holds the run folders."""
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    every_steps: int = 0
+    every_steps: NonNegativeInt = 0
     """Steps between checkpoints; 0 saves only at the end."""
-    grace_s: float = 60.0
+    grace_s: PositiveFloat = 60.0
     """Seconds after SIGUSR1 that a rollout may take; the run finishes and saves its step, but drops a rollout that
     takes longer."""
-    keep: int = 2
+    keep: PositiveInt = 2
     """Number of newest checkpoints kept."""
 
 
@@ -40,5 +40,25 @@ class TrackingConfig:
     """How metrics reach wandb."""
     wandb_project: str = "slimrl"
     """wandb's project for the run."""
-    trajectories_per_step: int = 4
+    trajectories_per_step: NonNegativeInt = 4
     """Number of trajectories per step that are written as readable text."""
+
+
+@dataclass(kw_only=True)
+class StopConfig:
+    """Limits of a step's metrics: the run stops when a metric is beyond its limit in several steps in a row."""
+
+    patience_steps: PositiveInt = 3
+    """Steps in a row beyond a limit that stop the run; steps without an optimizer update do not count."""
+    mismatch: PositiveFloat | None = None
+    """Largest `mismatch/logprob_abs_mean`; `algorithm.max_logprob_mismatch` stops at the first step."""
+    kl: PositiveFloat | None = None
+    """Largest `policy/kl`."""
+    entropy_min: PositiveFloat | None = None
+    """Smallest `policy/entropy`."""
+    entropy_max: PositiveFloat | None = None
+    """Largest `policy/entropy`."""
+    grad_norm: PositiveFloat | None = None
+    """Largest `policy/grad_norm`."""
+    effective_sample_size_min: PositiveFloat | None = None
+    """Smallest `policy/effective_sample_size`."""

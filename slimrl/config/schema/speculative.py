@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
+
+from annotated_types import Ge
+
+from slimrl.config.schema.types import Strict
 
 
 class DraftMode(str, Enum):
@@ -25,5 +30,5 @@ class SpeculativeConfig:
     """What proposes tokens; only on GPUs. docs/recipes.md says what it excludes."""
     draft_model: str = ""
     """Checkpoint folder of the draft model (eagle, eagle3)."""
-    num_draft_tokens: int = 4
+    num_draft_tokens: Annotated[int, Strict(), Ge(2)] = 4
     """Tokens that the policy computes at a time of each request: those that are proposed and the one before them."""

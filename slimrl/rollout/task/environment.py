@@ -13,7 +13,7 @@ from slimrl.agent.gateway.command_agent import CommandAgent
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, tools_of
-from slimrl.config.gateway_rules import command_words
+from slimrl.config.agent_rules import command_words
 from slimrl.config.import_path import parameters_of_type, resolve
 from slimrl.config.schema.agent import AgentConfig, CompactionConfig
 from slimrl.config.schema.recipe import Recipe

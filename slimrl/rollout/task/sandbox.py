@@ -11,7 +11,7 @@ from slimrl.agent.gateway.command_sandbox import hidden_program, sandboxed
 from slimrl.agent.gateway.workspace import Workspace
 from slimrl.agent.sandbox.interface import Ended, Program, SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.config.gateway_rules import command_words
+from slimrl.config.agent_rules import command_words
 from slimrl.config.import_path import parameters_of_type, resolve
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema.agent import AgentConfig, SandboxBackend, SandboxConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 from slimrl import device
 from slimrl.checkpoints.hf_check import check_checkpoint
-from slimrl.config.critic_rules import with_critic
+from slimrl.config.critic import with_critic
 from slimrl.config.load import SERVING, LoadedRecipe, trains
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.schema.recipe import Recipe

@@ -20,7 +20,7 @@ from slimrl.algorithms.routing import engine_experts
 from slimrl.algorithms.token_advantages import charges_kl, kl_returns, kl_rewards, whitening_deviation
 from slimrl.algorithms.values import estimate_advantages
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig, RoutingReplay
-from slimrl.config.schema.critic import CriticConfig
+from slimrl.config.schema.trainer import CriticConfig
 from slimrl.data.packing import (
     ADVANTAGES,
     OLD_LOGPROBS,
