@@ -65,7 +65,7 @@ def reference_logits(model: Path, sequences: list[list[int]]) -> list[torch.Tens
 
 
 def reference_logprobs(model: Path, sequences: list[list[int]]) -> list[np.ndarray]:
-    """Of each token but the first."""
+    """float64 [T - 1] of each sequence: each token's but the first."""
     return [
         logits_TV[:-1].double().log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
         for tokens, logits_TV in zip(sequences, reference_logits(model, sequences), strict=True)

@@ -21,7 +21,7 @@ from slimrl.runtime.checks import memory_check
 
 GIB = 1024**3
 PARAMETERS = 1000 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
-"""Of the model below, whose head is the embedding"""
+"""Number of those of the model below, whose head is the embedding"""
 
 MODEL = {
     "model_type": "llama",

@@ -25,10 +25,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_SUPPORTED_ARCHITECTURES,
-    GGUF_TO_TRANSFORMERS_MAPPING,
     TENSOR_PROCESSORS,
     TensorProcessor,
     get_gguf_hf_weights_map,
@@ -115,8 +115,7 @@ class GgufModel:
     def unread_keys(self) -> list[str]:
         """Keys on the model that transformers does not read."""
         prefix = f"{self.metadata['general.architecture']}."
-        known = GGUF_TO_TRANSFORMERS_MAPPING["config"]
-        read = known.get(self.model.config.model_type) or known[prefix[:-1]]
+        read: Any = GGUF_CONFIG_MAPPING.get(self.model.config.model_type) or GGUF_CONFIG_MAPPING[prefix[:-1]]
         return [key for key in self.metadata if key.startswith(prefix) and key.removeprefix(prefix) not in read]
 
     def _names(self, parameter: str) -> str:

@@ -27,6 +27,7 @@ def gguf_tokenizer(file: Path, metadata: dict[str, Any]) -> tuple[PreTrainedToke
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except (ValueError, KeyError, IndexError) as error:
         raise ValueError(f"{file}: transformers cannot build its tokenizer: {error}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     split = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if metadata.get("tokenizer.ggml.model") != "gpt2" or split in GPT2_SPLITS | GGUF_PRE_TOKENIZER_SPLITS.keys():
         return tokenizer, None
