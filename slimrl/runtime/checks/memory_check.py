@@ -1,8 +1,8 @@
 """Whether engines and trainer ranks fit into the memory of this machine, where it has no GPU.
 
 Ray ends a process of a run that takes more than its share of it, minutes after the start and without saying which
-setting was too large. What is counted here is taken for certain and at the start, so that nothing is refused that could
-run: weights, KV caches, gradients, the optimizer's state and the processes themselves. Activations come on top.
+setting was too large. What is counted here is taken for certain, so that nothing is refused that could run: weights, KV
+caches, gradients, the optimizer's state and the processes themselves. Activations come on top.
 """
 
 from math import prod
@@ -21,8 +21,9 @@ from slimrl.models.hf_config import read_hf_config
 
 GIB = 1024**3
 
-PROCESS_BYTES = 700 * 1024**2
-"""Memory of a process with torch and SGLang or Megatron, without a model; measured on Linux with torch 2.14."""
+PROCESS_BYTES = 250 * 1024**2
+"""What a process with torch and SGLang or Megatron holds alone, without a model; less than was measured with torch 2.14
+on Linux, where an engine's processes held 0.56 GB besides weights and cache."""
 
 PROCESSES_OF_ENGINE = 2
 """SGLang's server and scheduler; each further rank is one more."""
