@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl import device
-from slimrl.config.problems import Problem
+from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.model import ModelConfig
@@ -17,7 +17,7 @@ from slimrl.estimates.planner.engine import kv_bytes_per_token
 from slimrl.estimates.planner.shape import Shape
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config, published_names
-from slimrl.runtime.checks import memory_check
+from slimrl.runtime.checks import memory_check, start_check
 
 GIB = 1024**3
 PARAMETERS = 1000 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
@@ -127,3 +127,22 @@ def test_ranks_hold_replicas_and_share_the_optimizer_if_they_update_anything(mon
         assert problems(monkeypatch, recipe, gib=1.001 * needed, command=command) == []
         (problem,) = problems(monkeypatch, recipe, gib=0.999 * needed, command=command)
         assert problem.key == "trainer.num_ranks"
+
+
+@pytest.mark.parametrize(
+    ("known", "shared_only", "asked"),
+    [([], False, True), ([], True, False), ([Problem(key="steps", message="wrong")], False, False)],
+)
+def test_a_start_asks_for_this_machines_memory_if_it_is_here_and_nothing_else_is_wrong(
+    monkeypatch, known, shared_only, asked
+):
+    too_much = Problem(key="trainer.num_ranks", message="too many")
+    for name in ("folder_problems", "model_problems", "teacher_problems"):
+        monkeypatch.setattr(start_check, name, lambda loaded, **how: [])
+    monkeypatch.setattr(start_check, "memory_problems", lambda loaded: [too_much])
+    if expected := [*known, *([too_much] if asked else [])]:
+        with pytest.raises(RecipeError) as error:
+            start_check.read_files(None, known, lambda loaded: "read", shared_only=shared_only)
+        assert list(error.value.problems) == expected
+    else:
+        assert start_check.read_files(None, known, lambda loaded: "read", shared_only=shared_only) == "read"

@@ -48,9 +48,11 @@ def read_files[T](
     problems = [*problems, *folder_problems(loaded, shared_only=shared_only)]
     if "model.path" not in {problem.key for problem in problems}:
         problems += model_problems(loaded, devices=devices)
-        problems += [] if shared_only else memory_problems(loaded)
     if not {"model.path", "teacher.path", "teacher.urls"} & {problem.key for problem in problems}:
         problems += teacher_problems(loaded, servers=devices)
+    # Sizes that another problem makes impossible have no sum.
+    if not problems and not shared_only:
+        problems += memory_problems(loaded)
     try:
         result = read(loaded)
     except RecipeError as error:
