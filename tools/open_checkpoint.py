@@ -118,7 +118,7 @@ def _what_is_there(path: Path) -> str:
     if any(path.glob("pytorch_model*.bin")) or any(path.glob("*.pth")):
         return "pickle files are not supported; save the weights as safetensors first"
     if any(path.glob("*.gguf")):
-        return "GGUF is not supported; give the Hugging Face checkpoint from which it was made"
+        return "a GGUF file is no checkpoint; `slimrl-tools convert gguf-to-hf` makes one of it"
     if (path / "config.json").is_file():
         return f"config.json, but neither {INDEX_NAME} nor model.safetensors"
     return "no checkpoint: neither config.json with safetensors, nor .metadata (torch_dist), nor trainer/ (of a run)"

@@ -24,6 +24,16 @@ class MegatronModelConfig:
     mtp_layers: int = 0
     """Layers for multi-token prediction that a checkpoint of the model may have."""
 
+    @property
+    def cached_elements(self) -> int:
+        """Elements of a token's keys and values in all layers that have them: of grouped-query attention those of its
+        heads, of multi-latent attention the latent and the rotated key (arXiv:2405.04434, section 2.1)."""
+        facts = self.transformer
+        layers = int(facts["num_layers"]) - sum(map(bool, facts.get("linear_attention_freq") or []))
+        if self.multi_latent_attention:
+            return layers * (int(facts["kv_lora_rank"]) + int(facts["qk_pos_emb_head_dim"]))
+        return layers * int(facts["num_query_groups"]) * 2 * int(facts["kv_channels"])
+
 
 def grouped_query_config(
     hf_config: dict[str, Any], *, rotary_percent: float = 1.0, mtp_layers: int = 0, **transformer: Any

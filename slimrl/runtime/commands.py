@@ -86,7 +86,7 @@ def sft(
 ) -> None:
     """`slimrl sft`: supervised training on conversations; raises as `train`."""
     with Progress(0) as progress:
-        loaded, examples = prepare(path, overrides, "sft", progress, read_examples)
+        loaded, examples = prepare(path, overrides, "sft", progress, read_examples, ray_address=ray_address)
         updates = loaded.recipe.steps
         _train(
             loaded,
@@ -193,7 +193,9 @@ def train_on_file(
     """
     with Progress(steps) as progress:
         read = partial(load_task, train=False, evaluate=False)
-        loaded, task = prepare(path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read)
+        loaded, task = prepare(
+            path, [*overrides, f"steps={steps}"], "train --trajectories", progress, read, ray_address=ray_address
+        )
         check_profiled(profiled, steps)
         recipe = loaded.recipe
         vocab_size = int(read_hf_config(Path(recipe.model.path))["vocab_size"])
@@ -236,7 +238,8 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str
         raise ValueError(f"{out} exists; remove it or give another --out.")
     check_output_file("--out", out)
     with Progress(1) as progress:
-        loaded, task = prepare(path, overrides, "rollout", progress, partial(load_task, train=True, evaluate=False))
+        read = partial(load_task, train=True, evaluate=False)
+        loaded, task = prepare(path, overrides, "rollout", progress, read, ray_address=ray_address)
         recipe = loaded.recipe
         _say_all(task.notes, progress)
         prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
@@ -258,7 +261,7 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
     if not (checkpoint / "trainer").is_dir():
         raise ValueError(f"--checkpoint {checkpoint}: not a checkpoint of a run, which holds a folder `trainer`.")
     with Progress(1) as progress:
-        loaded, _ = prepare(path, overrides, "export", progress, lambda _: None)
+        loaded, _ = prepare(path, overrides, "export", progress, lambda _: None, ray_address=ray_address)
         recipe = loaded.recipe
         with progress.stage("checking the checkpoint"):
             check_exported(checkpoint)

@@ -44,7 +44,9 @@ def evaluate(
     _refuse_other_folder(recipe=path, checkpoint=checkpoint)
     with Progress(1) as progress:
         read = partial(load_task, train=False, evaluate=True)
-        loaded, task = prepare(path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read)
+        loaded, task = prepare(
+            path, [*overrides, f"model.path={checkpoint}"], "eval", progress, read, ray_address=ray_address
+        )
         if json_file is not None:
             check_output_file("--json-file", json_file)
         for note in task.notes:

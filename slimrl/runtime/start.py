@@ -72,7 +72,8 @@ def prepare[T](
 
     Args:
         read: reads the files that the command needs, such as the task's; its result is returned.
-        ray_address: as for `started`, which checks the folders on the nodes of that cluster.
+        ray_address: as for `started`, which checks the folders on the nodes of that cluster; the memory of this machine
+            counts without one.
 
     Raises:
         RecipeError: the recipe is refused; names all problems found.

@@ -209,7 +209,7 @@ def test_a_checkpoint_of_a_file_with_another_number_of_lines_is_refused(parts: P
 
 def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts: Parts, monkeypatch):
     path = checkpointed(monkeypatch, parts, 2)
-    given = []
+    given, addresses = [], []
 
     def loop(run, sampler):
         given.append((run.state.step, [p.prompt_id for p in sampler.take(1)], run.should_continue))
@@ -218,10 +218,14 @@ def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts:
     monkeypatch.setattr(
         commands,
         "prepare",
-        lambda path, overrides, command, progress, read: (SimpleNamespace(recipe=parts.recipe), {"train": PROMPTS}),
+        lambda path, overrides, command, progress, read, *, ray_address: (
+            addresses.append(ray_address) or SimpleNamespace(recipe=parts.recipe),
+            {"train": PROMPTS},
+        ),
     )
     monkeypatch.setattr(commands, "sft_loop", loop)
     commands.sft(Path("r.yaml"), [], **HOW, ray_address="head:1")
+    assert addresses == ["head:1"]
     assert given == [(2, ["3"], True)]
     assert parts.opened == HOW
     assert parts.started == {
@@ -285,7 +289,8 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
         ("prepare", 2, batch), ("inputs", "updates"), ("train", "updates", False),
     ]  # fmt: skip
     assert ruled == [(batch, parts.recipe.algorithm)]
-    assert parts.prepared[:3] == (["a=1", "steps=2"], "train --trajectories", {"train": False, "evaluate": False})
+    read = {"train": False, "evaluate": False}
+    assert parts.prepared == (["a=1", "steps=2"], "train --trajectories", read, {"ray_address": "head:1"})
     assert (parts.opened, parts.keep) == ({"overwrite": True}, -1)
     assert parts.started == {"with_critic": True, "total_updates": 6, "ray_address": "head:1"}
     timed = {"time/logprobs_s", "time/train_s", "time/other_s"}
@@ -303,7 +308,7 @@ def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
     commands.rollout(Path("r.yaml"), [], out=out, ray_address="head:1")
     assert written == [(out, ["a", "b"])]
     assert out.parent.is_dir()
-    assert parts.prepared[1:3] == ("rollout", {"train": True, "evaluate": False})
+    assert parts.prepared[1:] == ("rollout", {"train": True, "evaluate": False}, {"ray_address": "head:1"})
     assert parts.started == {"with_engines": True, "with_teacher": True, "ray_address": "head:1"}
     assert parts.teachers == "teachers"
     assert parts.noted[-1] == ("rollout", ["0", "1"], "step_000001")
@@ -323,6 +328,7 @@ def test_an_export_checks_the_checkpoint_before_anything_starts(parts: Parts, tm
     commands.export(Path("r.yaml"), [], checkpoint=checkpoint, out=out, ray_address="head:1")
     assert checked == [checkpoint, (checkpoint, parts.recipe)]
     assert parts.started == {"total_updates": 12, "checkpoint": checkpoint, "ray_address": "head:1"}
+    assert parts.prepared[3] == {"ray_address": "head:1"}
     assert parts.noted[-1] == ("export", out)
     out.mkdir()
     with pytest.raises(ValueError, match="an export never overwrites"):

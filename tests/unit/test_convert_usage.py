@@ -33,6 +33,11 @@ def test_a_conversion_without_its_direction_is_told_the_one_that_its_source_can_
     assert written == meant
 
 
+def test_a_conversion_of_a_gguf_file_without_its_direction_is_told_it():
+    said = refusal("model.gguf", "OUT")
+    assert "the direction is missing. Write slimrl-tools convert gguf-to-hf SRC OUT (a GGUF file)" in said
+
+
 @pytest.mark.parametrize(
     ("option", "meant"),
     [

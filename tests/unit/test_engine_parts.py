@@ -146,11 +146,12 @@ def test_sglang_is_told_the_part_and_binds_the_threads_of_its_node():
 
 
 def test_an_actor_starts_its_own_part_and_controls_only_from_the_first(monkeypatch: pytest.MonkeyPatch):
-    made, journal = [], []
+    made, journal, trajectories = [], [], []
     process = SimpleNamespace(pid=7)
 
     def start(*given, **how):
         made.append((given[3].name, how["part"]))
+        trajectories.append(how["trajectories"])
         return SimpleNamespace(
             wait_ready=lambda: None, stop=lambda: None, url="http://h:1", port=1, process=process,
         )  # fmt: skip
@@ -171,6 +172,10 @@ def test_an_actor_starts_its_own_part_and_controls_only_from_the_first(monkeypat
     logs = ["engine_3.log", "engine_3_start_1.log", "engine_3_part_1.log", "engine_3_part_1_start_1.log"]
     assert [name for name, _ in made] == logs
     assert [(part.number, part.meeting) for _, part in made] == [(0, "m:1"), (0, "m:2"), (1, "m:1"), (1, "m:2")]
+    # Those of a step; a teacher's are other requests.
+    actor.role = "teacher"
+    actor._start(None, None)
+    assert trajectories == [32 * 8] * 4 + [None]
 
 
 def test_only_the_first_part_is_asked_to_freeze_its_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -53,8 +53,8 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     made.recipe.run.dir = str(tmp_path / "runs")
     task = SimpleNamespace(eval_sets={"one": PROMPTS[:2], "two": PROMPTS}, notes=[])
 
-    def prepare(path, overrides, command, progress, read):
-        made.prepared = (list(overrides), command, read.keywords)
+    def prepare(path, overrides, command, progress, read, **more):
+        made.prepared = (list(overrides), command, read.keywords, more)
         return SimpleNamespace(recipe=made.recipe), task
 
     @contextmanager
@@ -95,7 +95,8 @@ def evaluate(checkpoint: Path, out: Path | None = None, json_file: Path | None =
 def test_an_evaluation_reports_every_set_and_starts_no_trainer(parts: Parts, checkpoint: Path, tmp_path: Path, capsys):
     report = tmp_path / "deep" / "report.json"
     evaluate(checkpoint, None, report, "a=1")
-    assert parts.prepared == (["a=1", f"model.path={checkpoint}"], "eval", {"train": False, "evaluate": True})
+    read = {"train": False, "evaluate": True}
+    assert parts.prepared == (["a=1", f"model.path={checkpoint}"], "eval", read, {"ray_address": "head:1"})
     assert parts.starts == [{"with_engines": True, "ray_address": "head:1"}]
     written = json.loads(report.read_text())
     assert written["checkpoint"] == str(checkpoint)

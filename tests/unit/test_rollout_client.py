@@ -336,8 +336,13 @@ def test_the_command_line_of_an_engine():
     assert flags_of(rollout) == {**common, **cpu, "--max-total-tokens": "40000"}
     small = RolloutConfig(max_trajectory_tokens=100, max_concurrency_per_engine=1, routed_experts=False)
     assert flags_of(small)["--max-total-tokens"] == "16384"
+    # Only as many as the step has.
+    assert flags_of(rollout, trajectories=6)["--max-total-tokens"] == "30000"
+    assert flags_of(rollout, trajectories=100)["--max-total-tokens"] == "40000"
+    assert flags_of(rollout, trajectories=1)["--max-total-tokens"] == "16384"
     grouped = flags_of(replace(rollout, engine_attention_dp=2))
     assert (grouped["--attn-dp-size"], grouped["--max-total-tokens"]) == ("2", "20000")
+    assert flags_of(replace(rollout, engine_attention_dp=2), trajectories=7)["--max-total-tokens"] == "20000"
     assert "--enable-return-routed-experts" not in flags_of(small)
     for colocated in (True, False):
         rollout.colocated = colocated

@@ -1,4 +1,4 @@
-"""`slimrl-tools convert`: between Hugging Face's format and Megatron's torch_dist."""
+"""`slimrl-tools convert`: between Hugging Face's format and Megatron's torch_dist, and from GGUF."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ from slimrl.observability.logs import quiet_megatron
 app = typer.Typer(
     cls=Directions,
     no_args_is_help=True,
-    help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist.",
+    help="Convert checkpoints between Hugging Face's format and Megatron's torch_dist, and GGUF to the former.",
 )
 
 Processes = Annotated[int, typer.Option(min=1, help="Processes, each of which converts a part of the files.")]
@@ -126,6 +126,41 @@ def megatron_to_hf(
         convert(src, out, options, shard_bytes=shard_bytes, hf_dir=hf, dry_run=dry_run, say=typer.echo)
         if not dry_run:
             typer.echo(str(out))
+
+
+@app.command(cls=Direction)
+def gguf_to_hf(
+    src: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file with a whole model.")],
+    out: Out,
+    dtype: Dtype = KEEP,
+    shard_gb: ShardGb = 5.0,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    no_check: NoCheck = False,
+) -> None:
+    """Write the model of a GGUF file, dequantised, with config, tokenizer, chat template and generation config.
+
+    The weights are those of the quantised file, not those that it was made from; OUT/README.md says so too. With
+    --dtype keep quantised tensors become float32. Values are those of transformers, and so are the architectures that
+    are read; what transformers would read in part is refused. One parameter is held at a time.
+
+    \b
+    Examples:
+      slimrl-tools convert gguf-to-hf SmolLM2-135M-Instruct.Q4_1.gguf SmolLM2-135M-Instruct
+      slimrl-tools convert gguf-to-hf qwen3-8b-q8_0.gguf Qwen3-8B --dtype bf16
+    """
+    with exit_codes():
+        torch_name = torch_dtype_or_keep("--dtype", dtype)
+        check_new(out)
+        with imports_uncollected():
+            from slimrl_tools.convert.gguf_to_hf import gguf_to_hf as convert
+            from slimrl_tools.derive.rewrite import write_checkpoint
+
+        rewrite = convert(src, torch_name, say=typer.echo)
+        shard_bytes = int(shard_gb * 1e9)
+        write_checkpoint(
+            rewrite, out, shard_bytes=shard_bytes, dry_run=dry_run, resume=resume, check=not no_check, say=typer.echo
+        )
 
 
 def _options(dtype: str, processes: int, resume: bool, no_check: bool) -> Options:

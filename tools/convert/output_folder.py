@@ -94,8 +94,9 @@ def finished(partial: Path) -> list[str]:
 
 
 def source_files(src: Path) -> dict[str, list[int]]:
-    """Name -> [bytes, modification time in ns] of a checkpoint's files, for a job."""
-    stats = {file.name: file.stat() for file in sorted(src.iterdir()) if file.name.endswith(CHECKED_SUFFIXES)}
+    """Name -> [bytes, modification time in ns] of a checkpoint's files, or of one file, for a job."""
+    files = [file for file in sorted(src.iterdir()) if file.name.endswith(CHECKED_SUFFIXES)] if src.is_dir() else [src]
+    stats = {file.name: file.stat() for file in files}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 

@@ -19,7 +19,9 @@ class Directions(TyperGroup):
         if args and "--help" not in args and not named:
             folders = [arg for arg in args if Path(arg).is_dir()]
             kinds = {"hf-to-megatron": "a folder of Hugging Face's format", "megatron-to-hf": "a torch_dist checkpoint"}
-            if folders and (Path(folders[0]) / ".metadata").is_file():
+            if any(Path(arg).suffix == ".gguf" for arg in args):
+                kinds = {"gguf-to-hf": "a GGUF file"}
+            elif folders and (Path(folders[0]) / ".metadata").is_file():
                 del kinds["hf-to-megatron"]
             elif folders and (Path(folders[0]) / "config.json").is_file():
                 del kinds["megatron-to-hf"]

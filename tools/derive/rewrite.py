@@ -1,4 +1,4 @@
-"""Writes a Hugging Face checkpoint that is derived from others, file by file, so that it can be resumed.
+"""Writes a Hugging Face checkpoint that is made from others or a GGUF file, file by file, so that it can be resumed.
 
 1. Each file is written, flushed and compared with the checksums of its tensors while the next one is made. Then its
    record is written, without which `--resume` writes the file again.
@@ -37,7 +37,7 @@ class Rewrite:
 
     command: str
     sources: list[Path]
-    """Checkpoints from which it is made; tokenizer and other files are copied from the first."""
+    """Checkpoints, or one file, from which it is made."""
     specs: list[TensorSpec]
     produce: Callable[[Sequence[TensorSpec]], Iterable[tuple[str, Tensor]]]
     """Makes the tensors of one file, in order."""
@@ -45,6 +45,8 @@ class Rewrite:
     """Becomes config.json."""
     options: dict[str, Any] = field(default_factory=dict)
     """The command's options; a resumed run must have the same."""
+    add_files: Callable[[Path], None] | None = None
+    """Writes tokenizer and other files into the folder; None to copy the first source's."""
     compare: Callable[[Path, Advance], None] | None = None
     """Compares the written folder with the source, and advances by the bytes of all `specs`. Raises CheckFailed."""
 
@@ -91,7 +93,10 @@ def write_checkpoint(
         write_in_parallel(lambda: nullcontext(write), files, sizes, partial, title=rewrite.command, check=check)
         write_index(partial, files)
         (partial / "config.json").write_text(json.dumps(rewrite.config, indent=2) + "\n")
-        copy_other_files(rewrite.sources[0], partial)
+        if rewrite.add_files is None:
+            copy_other_files(rewrite.sources[0], partial)
+        else:
+            rewrite.add_files(partial)
         if check:
             _check_result(rewrite, partial, sum(sizes.values()))
 

@@ -6,9 +6,11 @@ The modules of this folder import no torch, so that a recipe is checked in milli
 """
 
 from dataclasses import dataclass, field
+from math import ceil
 
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig
+from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.data import DataConfig, EvalConfig, SftConfig
 from slimrl.config.schema.model import ModelConfig, TeacherConfig
 from slimrl.config.schema.resync import ResyncConfig, TransportName
@@ -55,6 +57,15 @@ class Recipe:
     def critic_ranks(self) -> int:
         """Ranks of the critic that the run starts."""
         return self.critic.trainer.num_ranks if self.has_critic else 0
+
+    @property
+    def step_trajectories(self) -> int | None:
+        """The most trajectories of a step that run at a time; None where those of other steps run among them."""
+        if self.rollout.spans_steps:
+            return None
+        sampling = self.algorithm.dynamic_sampling
+        prompts = self.rollout.prompts_per_step * (1.0 if sampling.refill is RefillMode.off else sampling.oversampling)
+        return ceil(prompts) * self.rollout.samples_per_prompt
 
     @property
     def shares_devices(self) -> bool:

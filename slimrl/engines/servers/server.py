@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ _KEEP_FREED_MEMORY = {
 }
 """Settings of glibc's malloc. By default it returns the activations of each step to the kernel and faults them in again
 in the next: some 18,000 page faults in a prefill of 9,600 tokens, against a few hundred with these settings."""
+
+MIN_CACHE_TOKENS = 16384
+"""Tokens of the KV cache of an engine without a GPU, at least: room for prefixes and for an evaluation."""
 
 _STATES_PER_TRAJECTORY = 4
 """Number of states of gated delta nets for each trajectory on a CPU. SGLang takes 3 for a running request; the other
@@ -85,6 +89,7 @@ def engine_arguments(
     deterministic: bool = False,
     trust_remote_code: bool = False,
     part: EnginePart | None = None,
+    trajectories: int | None = None,
 ) -> list[str]:
     """SGLang's command line. `rollout.sglang` comes last and overrides the other values.
 
@@ -99,6 +104,7 @@ def engine_arguments(
         deterministic: results of a request depend on its seed alone, whatever shares its batch. On a CPU each request
             is sampled so in any case (slimrl/engines/plugin/cpu).
         trust_remote_code: run the code that the model brings along.
+        trajectories: see cpu_cache_tokens.
 
     Raises:
         ValueError: with `plain`, `rollout.sglang` asks for others.
@@ -138,19 +144,32 @@ def engine_arguments(
         values["disable_prefill_cuda_graph"] = rollout.colocated
         values["enable_deterministic_inference"] = deterministic
     else:
-        values |= _cpu_arguments(rollout, linear_attention=linear_attention)
+        values |= _cpu_arguments(rollout, trajectories, linear_attention=linear_attention)
     return [word for name, value in {**values, **rollout.sglang}.items() for word in _flag(name, value)]
 
 
-def _cpu_arguments(rollout: RolloutConfig, *, linear_attention: bool) -> dict[str, Any]:
-    requests = -(-rollout.max_concurrency_per_engine // rollout.engine_attention_dp)
+def cpu_cache_tokens(rollout: RolloutConfig, trajectories: int | None) -> int:
+    """Tokens of the KV cache of each group of an engine's ranks without a GPU, all of which is taken at its start.
+
+    It holds the engine's trajectories at their longest, and at least MIN_CACHE_TOKENS. More of them, such as an
+    evaluation's, wait for each other in the engine.
+
+    Args:
+        trajectories: the most of a step that run at a time; None for no limit but the recipe's concurrency.
+    """
+    most = min(rollout.max_concurrency_per_engine, trajectories or rollout.max_concurrency_per_engine)
+    return max(MIN_CACHE_TOKENS, ceil(most / rollout.engine_attention_dp) * rollout.max_trajectory_tokens)
+
+
+def _cpu_arguments(rollout: RolloutConfig, trajectories: int | None, *, linear_attention: bool) -> dict[str, Any]:
+    requests = ceil(rollout.max_concurrency_per_engine / rollout.engine_attention_dp)
     values: dict[str, Any] = {
         "device": "cpu",
         "attention_backend": "torch_native",
         # Room for what other processes take while the engine loads, which SGLang counts as the engine's. The size of
         # the KV cache is max_total_tokens.
         "mem_fraction_static": 0.5,
-        "max_total_tokens": max(16384, requests * rollout.max_trajectory_tokens),
+        "max_total_tokens": cpu_cache_tokens(rollout, trajectories),
     }
     if linear_attention:
         values |= {
@@ -234,6 +253,7 @@ class EngineServer:
         trust_remote_code: bool = False,
         part: EnginePart | None = None,
         role: str = ENGINE,
+        trajectories: int | None = None,
     ) -> None:
         """Start engine `index`.
 
@@ -247,7 +267,7 @@ class EngineServer:
             host: address to listen on.
             port: None for a free one.
             seed: for requests without a seed.
-            deterministic, trust_remote_code, part: see engine_arguments.
+            deterministic, trust_remote_code, part, trajectories: see engine_arguments.
             role: ENGINE or TEACHER, for errors; the kernels of a teacher may store its weights as they like.
         """
         self.index, self._part, self._name = index, part, part_name(index, 0, role)
@@ -268,6 +288,7 @@ class EngineServer:
             deterministic=deterministic,
             trust_remote_code=trust_remote_code,
             part=part,
+            trajectories=trajectories,
         )
         name, profile = part_name(index, 0 if part is None else part.number, role), log.parent.parent / PROFILE_FOLDER
         variables = {**engine_environment(rollout, precision=precision, cuda=cuda), **child_variables(profile, name)}

@@ -18,6 +18,7 @@ from slimrl.observability.run_folder import RunFolder, check_start
 from slimrl.rollout.task.task import load_task
 from slimrl.runtime.checks.checkpoint_check import WholeCheckpoint, newest_checkpoint
 from slimrl.runtime.checks.folder_check import folder_problems
+from slimrl.runtime.checks.memory_check import memory_problems
 from slimrl.runtime.checks.model_check import model_problems
 from slimrl.runtime.checks.teacher_check import teacher_problems
 from slimrl.runtime.sft import read_examples
@@ -37,7 +38,8 @@ def read_files[T](
     Args:
         problems: already known ones.
         read: reads the rest of the recipe's files, such as its task.
-        shared_only, devices: see `folder_problems` and `model_problems`.
+        shared_only, devices: see `folder_problems` and `model_problems`; the run is on other machines, whose memory is
+            not this one's, if `shared_only`.
 
     Raises:
         RecipeError: there are problems; it has all that can be found at once, the known ones included.
@@ -48,6 +50,9 @@ def read_files[T](
         problems += model_problems(loaded, devices=devices)
     if not {"model.path", "teacher.path", "teacher.urls"} & {problem.key for problem in problems}:
         problems += teacher_problems(loaded, servers=devices)
+    # Sizes that another problem makes impossible have no sum.
+    if not problems and not shared_only:
+        problems += memory_problems(loaded)
     try:
         result = read(loaded)
     except RecipeError as error:

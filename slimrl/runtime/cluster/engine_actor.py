@@ -210,6 +210,8 @@ class EngineActor:
             trust_remote_code=self.recipe.model.trust_remote_code,
             part=None if meeting is None else EnginePart(number=self.part, meeting=meeting),
             role=self.role,
+            # A teacher's requests are counted by its own concurrency.
+            trajectories=self.recipe.step_trajectories if self.role == ENGINE else None,
         )
         try:
             self.server.wait_ready()

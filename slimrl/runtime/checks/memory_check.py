@@ -1,0 +1,111 @@
+"""Whether engines and trainer ranks fit into the memory of this machine, where it has no GPU.
+
+Ray ends a process of a run that takes more than its share of it, minutes after the start and without saying which
+setting was too large. What is counted here is taken for certain, so that nothing is refused that could run: weights, KV
+caches, gradients, the optimizer's state and the processes themselves. Activations come on top.
+"""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ray._common.utils import get_system_memory
+
+from slimrl import device
+from slimrl.config.load import SERVING, LoadedRecipe, trains
+from slimrl.config.problems import Problem
+from slimrl.config.schema.recipe import Recipe
+from slimrl.engines.servers.server import cpu_cache_tokens
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import read_hf_config
+
+GIB = 1024**3
+
+PROCESS_BYTES = 250 * 1024**2
+"""What a process with torch and SGLang or Megatron holds alone, without a model; less than was measured with torch 2.14
+on Linux, where an engine's processes held 0.56 GB besides weights and cache."""
+
+PROCESSES_OF_ENGINE = 2
+"""SGLang's server and scheduler; each further rank is one more."""
+
+UPDATING = ("train", "sft", "train --trajectories")
+"""Commands that update weights, and so have gradients and the optimizer's state."""
+
+RAYS_SHARE = 0.95
+"""Fraction of the memory above which Ray ends processes, by default."""
+
+
+def memory_problems(loaded: LoadedRecipe) -> list[Problem]:
+    """That a run cannot fit into this machine, and what to lower; none on a machine with a GPU.
+
+    The checkpoint has been checked.
+    """
+    recipe = loaded.recipe
+    if device.device_type() == "cuda":
+        return []
+    hf_config = read_hf_config(Path(recipe.model.path))
+    engines = _engine_bytes(recipe, hf_config) if loaded.command in SERVING else {}
+    updates = loaded.command in UPDATING
+    ranks = _rank_bytes(recipe, hf_config, updates=updates) if trains(loaded.command) else {}
+    needed, has = sum((engines | ranks).values()), get_system_memory()
+    if needed <= RAYS_SHARE * has:
+        return []
+    parts = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in (engines | ranks).items())
+    key, lower = _to_lower(recipe, engines, ranks)
+    return [
+        loaded.problem(
+            key,
+            f"the run takes at least {needed / GIB:.1f} GiB, and this machine has {has / GIB:.1f}, of which Ray leaves "
+            f"{RAYS_SHARE:.0%}: {parts} GiB. {lower}",
+        )
+    ]
+
+
+def _engine_bytes(recipe: Recipe, hf_config: dict[str, Any]) -> dict[str, int]:
+    """What all engines take."""
+    rollout, width = recipe.rollout, recipe.trainer.precision.element_bytes
+    tokens = rollout.sglang.get("max_total_tokens") or cpu_cache_tokens(rollout, recipe.step_trajectories)
+    cache = tokens * rollout.engine_attention_dp * family_of(hf_config).megatron_config(hf_config).cached_elements
+    processes = PROCESSES_OF_ENGINE + rollout.engine_tp - 1
+    return {
+        "KV caches": rollout.num_engines * cache * width,
+        "engines' weights and processes": rollout.num_engines
+        * (_parameters(hf_config) * width + processes * PROCESS_BYTES),
+    }
+
+
+def _rank_bytes(recipe: Recipe, hf_config: dict[str, Any], *, updates: bool) -> dict[str, int]:
+    """What all trainer ranks take: each replica of the model its weights and, with `updates`, gradients, and all
+    together Adam's two float32 moments, with a float32 copy of bfloat16 weights. With adapters the weights alone."""
+    trainer, parameters = recipe.trainer, _parameters(hf_config)
+    width, layout = trainer.precision.element_bytes, trainer.parallel
+    shards = layout.pipeline * max(layout.tensor, layout.expert * layout.expert_tensor)
+    replicas = max(1, trainer.num_ranks // shards)
+    model = replicas * parameters * width
+    if updates and not trainer.lora.rank:
+        model += parameters * (replicas * width + 8 + (4 if width < 4 else 0))
+    return {"trainer ranks": model + trainer.num_ranks * PROCESS_BYTES}
+
+
+def _parameters(hf_config: dict[str, Any]) -> int:
+    return sum(prod(spec.shape) for spec in family_of(hf_config).hf_tensor_specs(hf_config))
+
+
+def _to_lower(recipe: Recipe, engines: dict[str, int], ranks: dict[str, int]) -> tuple[str, str]:
+    """The key to lower, of the largest part, and what to do."""
+    both = engines | ranks
+    largest, rollout = max(both, key=lambda name: both[name]), recipe.rollout
+    if largest in ranks:
+        return "trainer.num_ranks", f"Lower it from {recipe.trainer.num_ranks}, or take a smaller model."
+    if largest != "KV caches":
+        return "rollout.num_engines", f"Lower it from {rollout.num_engines}, or take a smaller model."
+    if rollout.sglang.get("max_total_tokens"):
+        return "rollout.sglang.max_total_tokens", "Lower it, or leave it out."
+    tokens = cpu_cache_tokens(rollout, recipe.step_trajectories)
+    most = recipe.step_trajectories
+    of_step = f", a step has {most:,} trajectories" if most is not None else ""
+    return "rollout.max_trajectory_tokens", (
+        f"A cache has {tokens:,} tokens: the trajectories that an engine runs at a time "
+        f"(rollout.max_concurrency_per_engine is {rollout.max_concurrency_per_engine:,}{of_step}) x "
+        f"rollout.max_trajectory_tokens, {rollout.max_trajectory_tokens:,}. Lower one of these, or rollout.num_engines."
+    )
