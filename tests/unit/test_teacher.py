@@ -18,7 +18,7 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
-from slimrl.engines import client
+from slimrl.engines import retries
 from slimrl.engines import teacher as teacher_module
 from slimrl.engines.client import SglangEngine
 from slimrl.engines.servers.ports import free_ports
@@ -63,7 +63,7 @@ class Server:
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    monkeypatch.setattr(client, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(retries, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
     there, app = Server(), web.Application()
     app.router.add_post("/generate", there.generate)
     app.router.add_post("/abort_request", there.abort)
@@ -100,17 +100,19 @@ async def test_a_score_is_one_prefill_without_new_tokens_from_before_the_first_t
 
 async def test_a_score_is_asked_again_as_turns_are_and_aborted_when_it_is_late(server: Server, engine):
     server.script = [503, 500]
-    assert len(await engine.score(ask())) == 2
+    made = trajectory(segment([5, 6, 7, 8, 9], [3, 4]), name="a/0")
+    await Teacher([engine], slots_per_engine=1, timeout_s=20.0).score(made)
+    assert made.segments[0].teacher_logprobs.tolist() == np.float32([0, 0, 0, -0.3, -0.4]).tolist()
     assert len({body["rid"] for body in server.asked}) == 3
     server.script = ["hang"]
-    with pytest.raises(EngineError, match=r"score of a/0: no answer within 0\.1 s"):
-        await engine.score(ask(timeout_s=0.1))
+    with pytest.raises(EngineError, match=r"a/0, segment 0: no answer within 0\.1 s"):
+        await Teacher([engine], slots_per_engine=1, timeout_s=0.1).score(made)
     await engine.aclose()
     assert server.aborted == [server.asked[-1]["rid"]]
     (port,) = free_ports(1)
     nobody = SglangEngine(f"http://127.0.0.1:{port}")
     with pytest.raises(EngineError, match="Cannot connect"):
-        await nobody.score(ask())
+        await Teacher([nobody], slots_per_engine=1, timeout_s=20.0).score(made)
     await nobody.aclose()
 
 

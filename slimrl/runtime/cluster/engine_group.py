@@ -291,7 +291,7 @@ class EngineGroup:
         )
         if self._recipe.deterministic:
             return LockstepEngine([connect(url) for url in urls])
-        self._client = RoutedEngines(partial(connect, retries=False), urls)
+        self._client = RoutedEngines(connect, urls)
         return self._client
 
     def check(self) -> None:
