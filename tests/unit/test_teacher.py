@@ -15,6 +15,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
@@ -25,6 +26,7 @@ from slimrl.engines.servers.ports import free_ports
 from slimrl.engines.teacher import ScoringTimes, Teacher
 from slimrl.observability.metrics import is_metric
 from slimrl.rewards.loading import Rewards
+from slimrl.rollout.groups import Group
 from slimrl.rollout.slots import Slots
 from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.statistics import teacher_metrics
@@ -266,9 +268,11 @@ class Stage:
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=i) for i in range(5)]
 
 
-def stage_of(engine: Scores, *, endings: dict[int, Status] | None = None) -> RolloutStage:
+def stage_of(
+    engine: Scores, *, endings: dict[int, Status] | None = None, mode: RolloutMode = RolloutMode.sync
+) -> RolloutStage:
     recipe, parts = Recipe(), Stage(endings or {})
-    recipe.rollout.samples_per_prompt = 1
+    recipe.rollout.samples_per_prompt, recipe.rollout.mode = 1, mode
     recipe.rollout.max_failed_fraction = 1.0
     task = SimpleNamespace(
         sandbox=SandboxPool(SandboxConfig()),
@@ -286,30 +290,31 @@ def test_a_rollout_is_scored_but_for_what_failed_and_an_evaluation_is_not():
         assert [t.segments[0].teacher_logprobs is None for t in batch] == [False, True, False, False, False]
         scored = [t.segments[0] for t in batch if t.status is not Status.failed]
         assert [float(s.teacher_logprobs[1]) for s in scored] == [-4, -6, -7, -8]
-        assert (len(stage.scoring.scores_s), 0 <= sum(stage.scoring.tails_s) < 1) == (4, True)
+        assert (len(stage._scoring.scores_s), 0 <= sum(stage._scoring.tails_s) < 1) == (4, True)
         # A rollout that refills the step's first one adds its times.
-        refill = stage.rollout(PROMPTS[:1], label="step_000001/refill_1", earlier=batch)
-        assert (len(refill), len(stage.scoring.scores_s)) == (1, 5)
+        engine.takes_s = 0.05
+        stage.rollout(PROMPTS[:1], label="step_000001/refill_1")
         stage.evaluate("heldout", PROMPTS, label="eval_000001")
-        assert len(stage.scoring.scores_s) == 5
+        times = stage.take_scoring()
+        assert (len(times.scores_s), len(times.tails_s)) == (5, 2)
+        assert times.tails_s[1] >= 0.05
     assert engine.closed
 
 
 def test_groups_that_run_by_themselves_have_their_times_in_the_batch_after_them():
     async def group(number: int) -> None:
-        done: dict[str, Trajectory] = {}
-        slots, names = Slots(4), [f"group_{number}/{sample}" for sample in range(2)]
-        await stage.run_group(PROMPTS[0], names, done, slots, lambda t: done.setdefault(t.trajectory_id, t), {})
+        made = Group(number=number, prompt=PROMPTS[0], ids=[f"group_{number}/{sample}" for sample in range(2)])
+        await stage.run_groups([made], Slots(4))
 
     engine = Scores()
-    with stage_of(engine) as stage:
+    with stage_of(engine, mode=RolloutMode.async_) as stage:
         stage._runner.count = 0
         stage.run(group(0))
         assert len(stage.take_scoring().scores_s) == 2
         engine.takes_s = 0.05
         stage.run(group(1))
         stage.run(group(2))
-        tails_s = list(stage.scoring.tails_s)
+        tails_s = list(stage._scoring.tails_s)
         assert len(tails_s) == 2
         assert min(tails_s) >= 0.05
         times = stage.take_scoring()
