@@ -36,7 +36,7 @@ from slimrl.rollout.errors import refuse_failures
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.groups import GROUPS_FILE, Group, read_groups, write_groups
 from slimrl.rollout.prompt_source import PromptSource
-from slimrl.rollout.stage import RolloutStage
+from slimrl.rollout.stage import END_S, RolloutStage
 from slimrl.rollout.step_admission import StepAdmission, admission_of
 
 POLL_S = 1.0
@@ -153,11 +153,12 @@ class RolloutService:
 
     async def _begin_round(self, steps: StepAdmission) -> None:
         """Begin the next round of the step; without a prompt for it the step has none."""
+        # The driver's thread waits meanwhile.
+        await asyncio.to_thread(self._stage.flush_if_deterministic)
         count, step, refill = steps.capacity, steps.version + 1, steps.rounds
         used = {group.prompt.prompt_id for group in self._of_step}
         prompts = self._source.refill(count, step, refill, used) if refill else self._source.take(count)
-        numbers = steps.begin_round(len(prompts))
-        if numbers:
+        if numbers := steps.begin_round(len(prompts)):
             label = f"step_{step:06d}" + (f"/refill_{refill}" if refill else "")
             self._begin(numbers, prompts, label + "/{:05d}", first=numbers[0])
             self._of_step += [self._groups[number] for number in numbers]
@@ -254,7 +255,7 @@ class RolloutService:
         """
         start = time.monotonic()
         try:
-            while (batch := self._next()) is None:
+            while (batch := self._stage.run(self._take())) is None:
                 check()
         except BaseException:
             if self._steps is not None:
@@ -270,30 +271,25 @@ class RolloutService:
             batch.metrics["async/wait_s"] = now - start
         return batch
 
-    def _next(self) -> StepRollout | None:
-        """The next batch, or None if there is none within POLL_S."""
-        if self._steps is not None and self._stage.run(self._needs_round(self._steps)):
-            self._stage.flush_if_deterministic()
-            self._stage.run(self._begin_round(self._steps))
-        return self._stage.run(self._take())
-
-    async def _needs_round(self, steps: StepAdmission) -> bool:
-        return steps.capacity > 0
-
     async def _take(self) -> StepRollout | None:
-        deadline = time.monotonic() + POLL_S
-        while not self.admission.is_ready:
+        """The next batch, or None if there is none within POLL_S."""
+        deadline, steps = time.monotonic() + POLL_S, self._steps
+        while not self.admission.is_ready or (steps is not None and self._tasks):
             self._refuse()
-            if (left := deadline - time.monotonic()) <= 0 or (self._steps is not None and self._steps.capacity):
+            if steps is not None and not self._tasks:
+                await self._begin_round(steps)
+            if (left := deadline - time.monotonic()) <= 0:
                 return None
             await asyncio.sleep(min(left, 0.02))
         self._refuse()
         self._num_ended, self._failed = 0, []
-        waiting = set(self.admission.waiting)
+        num_useful = len(self.admission.waiting)
         taken = [self._forget(number, "taken") for number in self.admission.take()]
-        for number in sorted(waiting - self.admission.waiting.keys() - {group.number for group in taken}):
-            self._forget(number, "filtered")
-        metrics = self._metrics(taken, len(waiting))
+        if steps is not None:
+            # In the next step they would be of an older policy.
+            for number in list(steps.waiting):
+                self._leave(self._groups[number], "filtered")
+        metrics = self._metrics(taken, num_useful)
         # A synchronous step's engines wait for the trainer.
         self._held = self._recipe.rollout.mode is RolloutMode.sync
         self._ledger.add(self.admission.version + 1, sorted(self._left, key=lambda line: line["group"]))
@@ -311,7 +307,8 @@ class RolloutService:
         """End what runs; its step is made again by a resumed run."""
         for task in (tasks := list(self._tasks.values())):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._recipe.agent.close_timeout_s + END_S)
 
     def _metrics(self, taken: Sequence[Group], num_useful: int) -> dict[str, float]:
         """Metrics of a batch; `num_useful` groups waited before it was taken."""

@@ -3,7 +3,6 @@
 1. The first round of a step has `oversampling` times a batch's groups. While groups are missing when a round has ended
    and `max_refills` is not reached, another round follows, of `oversampling` times as many as are missing.
 2. The step takes the first of the groups that wait, in the order in which they began; they may be fewer than a batch.
-   The others leave: in the next step they would be of an older policy.
 
 Numbers and counts are those of a step.
 """
@@ -50,12 +49,11 @@ class StepAdmission(Admission):
 
     def take(self) -> list[int]:
         assert self.is_ready
-        numbers = sorted(self.waiting)
-        for number in numbers[self.batch :]:
-            self.leave(number, "filtered")
-        self.waiting.clear()
-        self.ended["taken"] += len(numbers[: self.batch])
-        return numbers[: self.batch]
+        numbers = sorted(self.waiting)[: self.batch]
+        for number in numbers:
+            del self.waiting[number]
+        self.ended["taken"] += len(numbers)
+        return numbers
 
     def advance(self) -> list[int]:
         self.skip(self.version + 1)
