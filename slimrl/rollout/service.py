@@ -430,11 +430,11 @@ class RolloutService:
         self._source.restore(state["cursor"])
         self._left, self._counted = state["left"], state["counted"]
         self._groups = read_groups(folder, self._prompts)
-        for number in self.admission.waiting:
-            self._groups[number].selection = self._selected(self._groups[number])
         for number in self.admission.refit():
             group = self._forget(number, "dropped")
             log.info("group %d of %s is too old for the recipe now and dropped", number, group.prompt.prompt_id)
+        for number in self.admission.waiting:
+            self._groups[number].selection = self._selected(self._groups[number])
         ids = {trajectory_id for group in self._groups.values() for trajectory_id in group.ids}
         self._saved_turns = {one: turns for one, turns in read_turns(folder).items() if one in ids}
         count = sum(turn.num_tokens for turns in self._saved_turns.values() for turn in turns)
