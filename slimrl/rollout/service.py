@@ -295,10 +295,12 @@ class RolloutService:
         self._ledger.add(self.admission.version + 1, sorted(self._left, key=lambda line: line["group"]))
         self._left, self._counted = [], self.admission.counts
         self._changed.set()
-        sampled, self._of_step = taken if self._steps is None else self._of_step, []
+        sampled, self._of_step = taken if steps is None else self._of_step, []
+        selections = [one for group in taken if (one := group.selection) is not None]
+        assert len(selections) == len(taken)
         return StepRollout(
             sampled=[trajectory for group in sampled for trajectory in group.trajectories],
-            selection=joined([group.selection for group in taken if group.selection is not None]),
+            selection=joined(selections),
             metrics=metrics,
             seconds=0.0,
         )

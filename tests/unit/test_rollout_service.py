@@ -420,7 +420,8 @@ def test_a_resumed_run_trains_on_every_group_once_and_runs_no_ended_trajectory_a
     }
     assert resumed.service._saved_turns == {}
     for _ in range(STEPS - 1):
-        resumed.take()
+        batch = resumed.service.take(lambda: None)
+        assert batch.selection.trajectories == batch.sampled, "of what was saved too"
         resumed.update()
     assert sorted(line["group"] for line in resumed.lines()) == list(range(STEPS * BATCH))
     assert [line["prompt_id"] for line in sorted(resumed.lines(), key=lambda line: line["group"])] == [
