@@ -27,7 +27,7 @@ class InstantStage:
         self.reward, self.dropped_in = reward, dropped_in
         self.pressure = CachePressure(RolloutConfig(), lambda: ())
         self.asked: list[tuple[str, list[str]]] = []
-        """Of each rollout the begin of its ids, and its prompts"""
+        """The begin of the ids of each rollout, and its prompts"""
         self.cancelled: list[str] = []
         self.flushed: list[int] = []
         """Number of rollouts before each flush of the engines' caches"""
