@@ -169,6 +169,14 @@ def test_replacements_by_value_are_new_prompts_of_the_step_and_results_are_count
     assert batch.metrics["rollout/refills"] == len(steps.stage.asked) - 1
 
 
+def test_a_prompt_that_comes_twice_in_a_step_makes_two_groups(begin):
+    steps = begin("p0", "p1", refill=RefillMode.order, max_refills=20)
+    batch = steps.rollout()
+    assert kept(batch) == ["p0", "p0", "p1", "p1", "p0", "p0"]
+    assert (batch.selection.num_groups, batch.metrics["rollout/groups_sampled"]) == (3, 13)
+    assert np.abs(batch.selection.advantages) == pytest.approx([2**-0.5] * 6, rel=1e-5)
+
+
 def test_a_dropped_step_leaves_no_results_and_nothing_that_runs_and_the_next_attempt_draws_the_same(begin):
     tried = {"p3": [1.0, 0.5]}
     steps = begin("p1", step=2, refill=RefillMode.value, tried=copy.deepcopy(tried))
