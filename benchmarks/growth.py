@@ -42,7 +42,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.rewards.loading import load_rewards
-from slimrl.rollout import dynamic_sampling
+from slimrl.rollout.service import RolloutService
 from slimrl.rollout.stage import RolloutStage
 from slimrl.runtime import learner, train_run
 from slimrl.runtime.cluster import trainer_group
@@ -57,8 +57,7 @@ SLOTS = 4
 """Trajectories for each slot of the rollout"""
 
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "rollout": ((RolloutStage, "rollout"),),
-    "selection": ((dynamic_sampling, "shape_rewards"), (learner, "select")),
+    "rollout": ((RolloutService, "take"),),
     "packing": ((learner, "make_updates"),),
     "batches to ranks": ((TrainerGroup, "put_batches"),),
     "calls of ranks": ((TrainerGroup, "call"), (TrainerGroup, "gather")),
@@ -71,10 +70,10 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
         )
         for name in names
     ),
-    "samples": ((train_run, "write_samples"), (train_run.GroupLedger, "add_rollout")),
+    "samples": ((train_run, "write_samples"),),
     "resync": ((TrainRun, "resync"),),
 }
-"""What each part calls; `other` is the rest of a step"""
+"""What each part calls; the rollout selects too, and `other` is the rest of a step"""
 OTHER = "other"
 
 

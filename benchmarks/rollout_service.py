@@ -31,7 +31,6 @@ from slimrl.agent.episode import run_turns
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
-from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig
 from slimrl.config.schema.rollout import RolloutMode
@@ -41,6 +40,7 @@ from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import load_rewards
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.loop_lag import PERIOD_S
+from slimrl.rollout.prompt_source import PromptSource
 from slimrl.rollout.service import RolloutService
 from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.task.task import Task
@@ -100,7 +100,6 @@ def stage_of(recipe: Recipe, engine: MadeUpEngine, task: Task) -> RolloutStage:
         Progress(recipe.steps),
         watch=lambda: None,
         flush_caches=lambda: None,
-        loop=LoopThread("slimrl-rollout"),
     )
 
 
@@ -117,7 +116,8 @@ def measure(episodes: int, updates: int, turns: int, latency: float) -> dict[str
     with tempfile.TemporaryDirectory() as name, stage_of(recipe, engine, task) as stage:
         folder = Path(name)
         ledger = GroupLedger(folder / "groups.jsonl")
-        service = RolloutService(recipe, sampler(), PROMPTS, stage, lambda group: True, ledger)
+        source = PromptSource(recipe, sampler(), PROMPTS, {})
+        service = RolloutService(recipe, source, PROMPTS, stage, lambda group: True, ledger)
         gc.collect()
         rss, cpu_s, start = psutil.Process().memory_info().rss, time.process_time(), time.perf_counter()
         service.start(0, engine.version, None)

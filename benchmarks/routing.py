@@ -198,9 +198,7 @@ def running_engines(count: int, at_once: int, folder: Path) -> Iterator[list[str
 
 def ways_of(urls: Sequence[str]) -> dict[str, Connect]:
     return {
-        "by prefix and load": lambda lengths: RoutedEngines(
-            partial(EndingEngine, lengths=lengths, retries=False), urls
-        ),
+        "by prefix and load": lambda lengths: RoutedEngines(partial(EndingEngine, lengths=lengths), urls),
         "by hash": lambda lengths: HashedEngines([EndingEngine(url, lengths) for url in urls]),
     }
 

@@ -45,15 +45,35 @@ class Selection:
     """float32 [N]"""
     zero_variance: np.ndarray
     """bool [N], those of zero-variance groups: all advantages of the group are 0"""
-    zero_variance_fraction: float
-    """Fraction of zero-variance groups among those that the filters keep"""
+    num_groups: int
+    """Number of groups that the filters keep"""
+    num_zero_variance: int
+    """Number of zero-variance groups among these"""
     turn_advantages: list[np.ndarray] | None = None
     """float32 [turns] of each trajectory; None if turns have the advantage of their trajectory."""
+
+    @property
+    def zero_variance_fraction(self) -> float:
+        """Fraction of zero-variance groups among those that the filters keep."""
+        return self.num_zero_variance / self.num_groups if self.num_groups else 0.0
 
     @property
     def is_useful(self) -> bool:
         """Whether it has trajectories of another than a zero-variance group."""
         return not self.zero_variance.all()
+
+
+def joined(selections: Sequence[Selection]) -> Selection:
+    """The selections of several groups as that of all of them, in order."""
+    by_turn = [one.turn_advantages for one in selections if one.turn_advantages is not None]
+    return Selection(
+        trajectories=[trajectory for one in selections for trajectory in one.trajectories],
+        advantages=np.concatenate([np.zeros(0, np.float32), *(one.advantages for one in selections)]),
+        zero_variance=np.concatenate([np.zeros(0, np.bool_), *(one.zero_variance for one in selections)]),
+        num_groups=sum(one.num_groups for one in selections),
+        num_zero_variance=sum(one.num_zero_variance for one in selections),
+        turn_advantages=[advantages for own in by_turn for advantages in own] if by_turn else None,
+    )
 
 
 def deal(selection: Selection, num_updates: int) -> list[list[int]]:
@@ -115,7 +135,8 @@ def select(
         zero_variance=np.array(
             [_compares(algorithm) and scored[i].group_id in zero_variance for i in chosen], np.bool_
         ),
-        zero_variance_fraction=len(zero_variance) / len(usable) if usable else 0.0,
+        num_groups=len(usable),
+        num_zero_variance=len(zero_variance),
         turn_advantages=None if by_turn is None else [by_turn[i].astype(np.float32) for i in chosen],
     )
 

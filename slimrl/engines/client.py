@@ -12,16 +12,15 @@ took 7 to 10 ms of CPU time a request, aiohttp 0.2 ms.
 An engine of several groups of ranks with a cache each (rollout.engine_attention_dp) chooses the group of a session's
 first turn; its answer names the group, and later turns ask for it.
 
-A request that did not reach the engine, or whose connection broke before the answer, is sent again a few times within
-its deadline. The failed attempt is aborted, none of its tokens were used, and the next one has the same seed. Where
-there are several engines, another one is asked instead (routing.py).
+A request is sent once and has no deadline here (retries.py). One that its caller cancels, or whose connection breaks,
+is aborted at the engine.
 """
 
 import asyncio
 import base64
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,10 +48,8 @@ SPECULATION = {"spec_num_proposed_drafts": DRAFT_TOKENS, "spec_num_correct_draft
 _AT_THE_END = 1 << 30
 """Interval of a turn's events in tokens, so large that there are only the first one and that of its end"""
 _ABORT_TIMEOUT_S = 5.0
-RETRY_DELAYS_S = (0.2, 1.0, 3.0)
-"""Seconds to wait before each attempt but the first."""
-_RETRIED_STATUSES = (500, 502, 503)
-"""HTTP statuses of an engine that accepts no request now, which are retried."""
+_NOT_NOW = (500, 502, 503)
+"""HTTP statuses of an engine that accepts no request now."""
 _BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 """Exceptions for a request that did not arrive, or whose connection broke before the answer."""
 
@@ -116,7 +113,6 @@ def parse_answer(
     routed_experts_shape: tuple[int, int] | None,
     *,
     first_expert_row: int = 0,
-    num_retries: int = 0,
 ) -> GenerateResult:
     """The result of a request, from the engine's answer.
 
@@ -150,7 +146,6 @@ def parse_answer(
         finish_reason=finish,
         routed_experts=experts,
         cached_tokens=meta["cached_tokens"],
-        num_retries=num_retries,
         counts={key: meta[name] for name, key in SPECULATION.items() if name in meta},
     )
 
@@ -209,7 +204,6 @@ class SglangEngine(Engine):
         key: EngineKey | None = None,
         vocab_size: int | None = None,
         routed_experts_shape: tuple[int, int] | None = None,
-        retries: bool = True,
         keeps_caches: bool = False,
     ) -> None:
         """Connects at the first request.
@@ -218,19 +212,17 @@ class SglangEngine(Engine):
             key: of the engine's run; None for a server of others that asks for none.
             vocab_size: refuse input tokens from this id on, which would crash the engine.
             routed_experts_shape: (MoE layers, experts per token) if the engine reports routing.
-            retries: False raises EngineUnreachable at once, for a caller that asks another engine.
             keeps_caches: resyncs may keep what older weights have computed.
         """
         self._url = url
         self._headers = {} if key is None else key.headers
         self._vocab_size = vocab_size
         self._routed_experts_shape = routed_experts_shape
-        self._retries = retries
         self._http: aiohttp.ClientSession | None = None
         self._group_of: dict[str, int] = {}
         self._caches: dict[str, SessionCache] | None = {} if keeps_caches else None
         self._aborts: set[asyncio.Task[None]] = set()
-        self._batches = TurnBatches(self._alone, self._together, self._abort_later, retries=retries)
+        self._batches = TurnBatches(self._alone, self._together, self._abort_later)
 
     def close(self, session_id: str) -> None:
         self._group_of.pop(session_id, None)
@@ -241,8 +233,8 @@ class SglangEngine(Engine):
         """Sample one turn.
 
         Raises:
-            EngineError: the engine refused, ended, or did not answer before the deadline. The request is then aborted
-                at the engine, as it is if the caller cancels.
+            EngineUnreachable: the request did not reach the engine, or the connection broke before the answer.
+            EngineError: the engine refused it, or answered something else.
         """
         self._check_tokens(self._name([request]), request.input_ids)
         # SGLang takes one number for a request, and a first turn would have it report all experts of the others.
@@ -295,7 +287,7 @@ class SglangEngine(Engine):
             raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Several turns in one call, all or nothing; the deadline is the latest of theirs.
+        """Several turns in one call, all or nothing.
 
         Raises:
             EngineError: as `generate`.
@@ -303,25 +295,17 @@ class SglangEngine(Engine):
         name = self._name(requests)
         for request in requests:
             self._check_tokens(name, request.input_ids)
-        timeout_s = max(request.timeout_s for request in requests)
-        content, num_retries = await self._content(name, timeout_s, lambda: self._post(requests))
+        content = await self._post(name, requests)
         try:
             answers = orjson.loads(content)
             pairs = list(zip(requests, answers if len(requests) > 1 else [answers], strict=True))
             first = first_experts(requests)
-            return [
-                self._result(answer, request, first_expert_row=first, num_retries=num_retries)
-                for request, answer in pairs
-            ]
+            return [self._result(answer, request, first_expert_row=first) for request, answer in pairs]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{name}: not an answer to /generate: {error!r}") from error
 
-    def _result(
-        self, answer: dict[str, Any], request: GenerateRequest, *, first_expert_row: int, num_retries: int = 0
-    ) -> GenerateResult:
-        result = parse_answer(
-            answer, request, self._routed_experts_shape, first_expert_row=first_expert_row, num_retries=num_retries
-        )
+    def _result(self, answer: dict[str, Any], request: GenerateRequest, *, first_expert_row: int) -> GenerateResult:
+        result = parse_answer(answer, request, self._routed_experts_shape, first_expert_row=first_expert_row)
         if (group := answer["meta_info"].get("dp_rank")) is not None:
             self._group_of[request.session_id] = group
         return self._with_stale_tokens(request, result)
@@ -342,12 +326,8 @@ class SglangEngine(Engine):
         assert 1 <= request.start < len(request.tokens), request.start
         name = f"{self._url}, score of {request.session_id}"
         self._check_tokens(name, request.tokens)
-
-        def post() -> Awaitable[tuple[int, bytes]]:
-            rid = uuid.uuid4().hex
-            return self._send(score_body(request, rid), [rid])
-
-        content, _ = await self._content(name, request.timeout_s, post)
+        rid = uuid.uuid4().hex
+        content = await self._send(name, score_body(request, rid), [rid])
         try:
             return parse_scores(orjson.loads(content), len(request.tokens) - request.start)
         except (KeyError, TypeError, ValueError) as error:
@@ -375,38 +355,7 @@ class SglangEngine(Engine):
         if self._vocab_size is not None and largest >= self._vocab_size:
             raise EngineError(f"{name}: token {largest} is outside of the vocabulary")
 
-    async def _content(
-        self, name: str, timeout_s: float, post: Callable[[], Awaitable[tuple[int, bytes]]]
-    ) -> tuple[bytes, int]:
-        """The content of the answer to an attempt `post`, and the number of retries; raises EngineError."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                status, content, num_retries = await self._ask(name, post)
-        except TimeoutError as error:
-            raise EngineError(f"{name}: no answer within {round(timeout_s, 2):g} s") from error
-        except aiohttp.ClientError as error:
-            raise _failure(name, error) from error
-        if status != 200:
-            raise _refusal(name, status, content)
-        return content, num_retries
-
-    async def _ask(self, name: str, post: Callable[[], Awaitable[tuple[int, bytes]]]) -> tuple[int, bytes, int]:
-        """Status and content of the first answered attempt, or of the last one, and the number of retries."""
-        delays_s = RETRY_DELAYS_S if self._retries else ()
-        for attempt, delay_s in enumerate(delays_s):
-            try:
-                status, content = await post()
-                if status not in _RETRIED_STATUSES:
-                    return status, content, attempt
-                cause = f"{status} {content[:200].decode(errors='replace')}"
-            except _BROKEN as error:
-                cause = repr(error)
-            log.warning("%s: retry in %g s: %s", name, delay_s, cause)
-            await asyncio.sleep(delay_s)
-        return *await post(), len(delays_s)
-
-    async def _post(self, requests: Sequence[GenerateRequest]) -> tuple[int, bytes]:
-        """Status and content of an attempt; see `_send`."""
+    async def _post(self, name: str, requests: Sequence[GenerateRequest]) -> bytes:
         rids = [uuid.uuid4().hex for _ in requests]
         experts = self._routed_experts_shape is not None
         if len(requests) == 1:
@@ -414,16 +363,21 @@ class SglangEngine(Engine):
             body = request_body(requests[0], rids[0], routed_experts=experts, group=group)
         else:
             body = batch_body(requests, rids, routed_experts=experts)
-        return await self._send(body, rids)
+        return await self._send(name, body, rids)
 
-    async def _send(self, body: dict[str, Any], rids: Sequence[str]) -> tuple[int, bytes]:
-        """Status and content; without an answer the requests `rids` are aborted at the engine."""
+    async def _send(self, name: str, body: dict[str, Any], rids: Sequence[str]) -> bytes:
+        """The content of the answer; without one the requests `rids` are aborted at the engine. Raises EngineError."""
         try:
             async with self._session().post(**self._call(body)) as response:
-                return response.status, await response.read()
-        except BaseException:
+                content = await response.read()
+        except BaseException as error:
             self._abort_later(rids)
+            if isinstance(error, aiohttp.ClientError):
+                raise _failure(name, error) from error
             raise
+        if response.status != 200:
+            raise _refusal(name, response.status, content)
+        return content
 
     def _call(self, body: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a POST to /generate."""
@@ -457,7 +411,7 @@ def _failure(name: str, error: aiohttp.ClientError) -> EngineError:
 
 
 def _refusal(name: str, status: int, content: bytes) -> EngineError:
-    kind = EngineUnreachable if status in _RETRIED_STATUSES else EngineError
+    kind = EngineUnreachable if status in _NOT_NOW else EngineError
     return kind(f"{name}: {status} {content[:500].decode(errors='replace')}")
 
 

@@ -2,9 +2,8 @@
 
 1. A turn is asked for in chunks (`rollout.chunk_tokens`), so that an engine that dies takes one of them along.
 2. What an engine aborts, because it pauses for new weights (`resync.pause: abort`), goes on after the pause.
-3. A request that fails after the turn has begun is sent again a few times, with the tokens that the turn has.
-4. The engine looks for stop texts in its own answer; those that lie across two answers are found here.
-5. What has been answered is noted for checkpoints, and a resumed run goes on from there (turn_logs.py).
+3. The engine looks for stop texts in its own answer; those that lie across two answers are found here.
+4. What has been answered is noted for checkpoints, and a resumed run goes on from there (turn_logs.py).
 
 The parts have one seed. SGLang samples a token by the request's seed and the token's position in the whole sequence,
 so that a turn in parts is the same as the whole one, but for the last bits of its log-probs: a token that a decode
@@ -12,7 +11,6 @@ would have computed comes from a prefill.
 """
 
 import asyncio
-import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,15 +24,11 @@ from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateResult
 from slimrl.engines.turn_logs import TurnLogs
 
-RETRY_DELAYS_S = (0.5, 2.0, 5.0)
-"""Seconds to wait before each further attempt at a part."""
 ABORT_DELAY_S = 0.1
 """Seconds to wait before the part after an aborted one."""
 
 Decode = Callable[[Sequence[int]], str]
 """Function that gives the text of tokens, special ones included."""
-
-log = logging.getLogger(__name__)
 
 
 def continued(engine: Engine, recipe: Recipe, decode: Decode, logs: TurnLogs | None = None) -> Engine:
@@ -68,8 +62,7 @@ class ContinuedEngine(Engine):
         """Sample one whole turn; it does not end with `abort`.
 
         Raises:
-            EngineError: the first part failed, or a later one at every attempt, or the turn was not whole before the
-                deadline.
+            EngineError: a part failed, or the turn was not whole before the deadline.
         """
         logged = self._logs.turn(request)
         if logged.is_whole:
@@ -91,21 +84,9 @@ class ContinuedEngine(Engine):
 
     async def _whole(self, turn: "_Turn") -> GenerateResult:
         deadline = asyncio.get_running_loop().time() + turn.request.timeout_s
-        failures = 0
         while True:
             part = turn.rest(self._chunk_tokens, deadline - asyncio.get_running_loop().time())
-            try:
-                answer = await self._engine.generate(part)
-            except EngineError as error:
-                if not turn.tokens or failures == len(RETRY_DELAYS_S):
-                    raise
-                delay_s = RETRY_DELAYS_S[failures]
-                log.warning("%s: asked again in %g s with %d tokens", error, delay_s, len(turn.tokens))
-                failures += 1
-                turn.num_retries += 1
-                await asyncio.sleep(delay_s)
-                continue
-            failures = 0
+            answer = await self._engine.generate(part)
             if (finish := turn.add(answer, part.max_new_tokens)) is not None:
                 return turn.result(finish)
             if answer.finish_reason == "abort":
@@ -118,7 +99,6 @@ class _Turn:
     def __init__(self, request: GenerateRequest, decode: Decode, answers: list[GenerateResult]) -> None:
         self.request, self._decode, self._answers = request, decode, answers
         self.tokens = [token for answer in answers for token in answer.tokens]
-        self.num_retries = 0
 
     def rest(self, chunk_tokens: int, timeout_s: float) -> GenerateRequest:
         """The request for the next part."""
@@ -165,7 +145,7 @@ class _Turn:
             finish_reason=finish,
             routed_experts=np.concatenate(self._experts)[:rows] if self._experts else None,
             cached_tokens=self._answers[0].cached_tokens,
-            num_retries=self.num_retries + sum(answer.num_retries for answer in self._answers),
+            num_retries=sum(answer.num_retries for answer in self._answers),
             # Also for the tokens behind a stop text, which are dropped.
             counts=sum((Counter(answer.counts) for answer in self._answers), Counter()),
         )

@@ -47,7 +47,7 @@ class EngineChoice:
 
     def begin(self, request: GenerateRequest) -> str | None:
         """The engine that serves the request, which runs until `end`; None without an engine."""
-        usable = self._usable()
+        usable = self.usable
         if not usable:
             return None
         session = request.session_id
@@ -84,7 +84,9 @@ class EngineChoice:
         """Whether an engine is there that is not avoided."""
         return any(url not in self.avoided for url in self.live)
 
-    def _usable(self) -> list[str]:
+    @property
+    def usable(self) -> list[str]:
+        """Addresses of the engines that are not avoided, or of all where all are."""
         return [url for url in self.live if url not in self.avoided] or list(self.live)
 
     def _remember(self, prompt: int, url: str) -> None:

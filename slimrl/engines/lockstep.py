@@ -15,9 +15,11 @@ The price: each round waits for its slowest session, tool call or reward, while 
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
 from slimrl.engines.client import SglangEngine
+from slimrl.engines.retries import answered
 
 
 class LockstepEngine:
@@ -92,7 +94,7 @@ class LockstepEngine:
             for request, answer in batch:
                 by_engine[self._assign(request.session_id)].append((request, answer))
             calls = [
-                self._engines[index].generate_batch([request for request, _ in asked])
+                self._answers(self._engines[index], [request for request, _ in asked])
                 for index, asked in sorted(by_engine.items())
             ]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -103,6 +105,12 @@ class LockstepEngine:
             for _, answer in batch:
                 answer.cancel()
         self._start_if_complete()
+
+    async def _answers(self, engine: SglangEngine, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """The answers to requests in one call; the deadline is the latest of theirs."""
+        name, timeout_s = f"session {requests[0].session_id}", max(request.timeout_s for request in requests)
+        results, attempts = await answered(name, timeout_s, lambda: engine.generate_batch(requests))
+        return [replace(result, num_retries=attempts) for result in results]
 
     def _assign(self, session: str) -> int:
         if session not in self._engine_of:

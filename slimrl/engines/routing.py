@@ -3,18 +3,15 @@
 1. `use` says which engines may serve. Requests that run on one that left are cancelled there and sent to another; if
    none is there they wait.
 2. An engine that cannot be reached, or whose connection breaks before the answer, is avoided for AVOID_S or until
-   `use` is called again. The request is sent to another at once, or again after a while if all are avoided: a few
-   times, but until its deadline where it has reached none.
+   `use` is called again, and the request is sent again (retries.py): until its deadline where it has reached none.
 3. Engines may be set aside for evaluations, whose sessions then go to these alone.
-4. All of that is within the deadline of the request. No token of a failed attempt is used, and the next attempt has
-   the same seed.
 """
 
 import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,8 +19,6 @@ import numpy as np
 
 from slimrl.data.engine import (
     Engine,
-    EngineAbsent,
-    EngineError,
     EngineUnreachable,
     GenerateRequest,
     GenerateResult,
@@ -31,9 +26,8 @@ from slimrl.data.engine import (
     ScoreRequest,
 )
 from slimrl.engines.engine_choice import EngineChoice
+from slimrl.engines.retries import answered
 
-RETRY_DELAYS_S = (0.2, 1.0, 3.0)
-"""Delays before the further attempts of a request that every available engine has failed."""
 AVOID_S = 10.0
 """Seconds for which an engine is avoided."""
 EVALUATION = "eval_"
@@ -118,67 +112,33 @@ class RoutedEngines(Engine):
             EngineError: an engine refused it, too many attempts failed, or there was no answer before the deadline.
         """
         self._attach()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + request.timeout_s
-        failures = moves = 0
-        while True:
-            choice = self._choice_of(request.session_id)
+        choice = self._choice_of(request.session_id)
+
+        async def attempt() -> GenerateResult | None:
             url = choice.begin(request)
-            if url is None:
-                await self._change(request, deadline - loop.time())
-                continue
+            assert url is not None
             try:
-                part = replace(request, timeout_s=deadline - loop.time())
-                result = await self._answer(url, part, choice)
-            except EngineUnreachable as error:
-                is_news = self._avoid(url)
-                if isinstance(error, EngineAbsent) and not choice.has_others:
-                    # It is no fault of the request, and the run replaces its engines.
-                    delay_s = RETRY_DELAYS_S[-1]
-                    if loop.time() + delay_s > deadline:
-                        raise
-                elif failures == len(RETRY_DELAYS_S):
-                    raise
-                else:
-                    delay_s = 0.0 if choice.has_others else RETRY_DELAYS_S[failures]
-                    failures += 1
-                # An engine that ends fails many requests at once.
-                level = logging.WARNING if is_news else logging.DEBUG
-                log.log(level, "%s: sent again in %g s (once for all requests that fail there)", error, delay_s)
-                await asyncio.sleep(delay_s)
-                continue
-            if result is None:
-                moves += 1
-                log.info("%s has left: session %s goes on elsewhere", url, request.session_id)
-                continue
-            return replace(result, num_retries=result.num_retries + failures + moves)
+                return await self._answer(url, request.session_id, self._client(url).generate(request))
+            finally:
+                choice.end(url, request)
+
+        result, attempts = await self._answered(request, choice, attempt)
+        return replace(result, num_retries=result.num_retries + attempts)
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
-        """Score tokens; see Scorer.score. The engines serve in turn, and the next one where one leaves or cannot be
-        reached.
+        """Score tokens; see Scorer.score. The engines serve in turn.
 
         Raises:
-            EngineError: an engine refused it, or there was no answer before the deadline.
+            EngineError: as `generate`.
         """
         self._attach()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + request.timeout_s
-        while True:
-            if not (live := self.live):
-                await self._change(request, deadline - loop.time())
-                continue
+
+        async def attempt() -> np.ndarray | None:
             self._num_scored += 1
-            url = live[self._num_scored % len(live)]
-            part = replace(request, timeout_s=deadline - loop.time())
-            try:
-                scores = await self._unless_it_leaves(url, self._client(url).score(part))
-            except EngineUnreachable:
-                if loop.time() + RETRY_DELAYS_S[0] > deadline:
-                    raise
-                await asyncio.sleep(RETRY_DELAYS_S[0])
-                continue
-            if scores is not None:
-                return scores
+            url = self._choice.usable[self._num_scored % len(self._choice.usable)]
+            return await self._answer(url, request.session_id, self._client(url).score(request))
+
+        return (await self._answered(request, self._choice, attempt))[0]
 
     async def aclose(self) -> None:
         with self._lock:
@@ -208,15 +168,24 @@ class RoutedEngines(Engine):
         is_set_aside = self._evaluating is not None and session_id.startswith(EVALUATION)
         return self._of_evaluations if is_set_aside else self._choice
 
-    async def _answer(self, url: str, request: GenerateRequest, choice: EngineChoice) -> GenerateResult | None:
-        """The answer of an engine on which the request has begun, or None if the engine leaves before."""
-        try:
-            return await self._unless_it_leaves(url, self._client(url).generate(request))
-        finally:
-            choice.end(url, request)
+    async def _answered[T](
+        self, request: GenerateRequest | ScoreRequest, choice: EngineChoice, attempt: Callable[[], Awaitable[T | None]]
+    ) -> tuple[T, int]:
+        async def ready() -> None:
+            while not choice.live:
+                await self._changed.wait()
 
-    async def _unless_it_leaves[T](self, url: str, answer: Coroutine[Any, Any, T]) -> T | None:
-        """The answer of an engine, or None if the engine leaves before."""
+        return await answered(
+            f"session {request.session_id}",
+            request.timeout_s,
+            attempt,
+            ready=ready,
+            has_others=lambda: choice.has_others,
+            waits_for_absent=True,
+        )
+
+    async def _answer[T](self, url: str, session_id: str, answer: Coroutine[Any, Any, T]) -> T | None:
+        """The answer of an engine, or None if the engine leaves before. One that cannot be reached is avoided."""
         attempt = asyncio.timeout(None)
         try:
             async with attempt:
@@ -228,28 +197,23 @@ class RoutedEngines(Engine):
         except TimeoutError:
             if not attempt.expired():
                 raise
+            log.info("%s has left: session %s goes on elsewhere", url, session_id)
             return None
+        except EngineUnreachable as error:
+            self._avoid(url, error)
+            raise
 
     def _client(self, url: str) -> ScoringEngine:
         if url not in self._clients:
             self._clients[url] = self._connect(url)
         return self._clients[url]
 
-    async def _change(self, request: GenerateRequest | ScoreRequest, timeout_s: float) -> None:
-        """Wait for another `use`; raises EngineError at the deadline."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError as error:
-            raise EngineError(
-                f"session {request.session_id}: no engine became available within {request.timeout_s:g} s"
-            ) from error
-
-    def _avoid(self, url: str) -> bool:
-        """Avoid an engine from now on; whether it was not avoided before."""
+    def _avoid(self, url: str, cause: EngineUnreachable) -> None:
+        """Avoid an engine from now on."""
         if url in self._choice.avoided:
-            return False
+            return
+        # An engine that ends fails many requests at once.
+        log.warning("%s: avoided for %g s (said once for all requests that fail there)", cause, AVOID_S)
         for choice in (self._choice, self._of_evaluations):
             choice.avoid(url)
             asyncio.get_running_loop().call_later(AVOID_S, choice.forgive, url)
-        return True

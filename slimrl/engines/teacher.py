@@ -8,11 +8,13 @@ while an engine is restarted is asked again when that is back.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from slimrl.data.engine import EngineError, Scorer, ScoreRequest
 from slimrl.data.trajectory import Segment, Trajectory
+from slimrl.engines.retries import answered
 
 RESTART_POLL_S = 0.5
 
@@ -87,7 +89,8 @@ class Teacher:
         while True:
             engine = await self._slots.get()
             try:
-                return await engine.score(request)
+                scores, _ = await answered(request.session_id, self._timeout_s, partial(engine.score, request))
+                return scores
             except EngineError as error:
                 if not self._is_restarting():
                     raise

@@ -45,11 +45,10 @@ class TurnBatches:
         together: sends turns of a kind under their ids, and yields of each when it has ended the index and what
             reads its result, None where the engine refused it; raises EngineError.
         abort: ends turns at the engine, by their ids, without waiting for it.
-        retries: `alone` retries where the engine cannot be reached; else all turns of a request fail with it.
     """
 
-    def __init__(self, alone: Alone, together: Together, abort: Abort, *, retries: bool) -> None:
-        self._alone, self._together, self._abort, self._retries = alone, together, abort, retries
+    def __init__(self, alone: Alone, together: Together, abort: Abort) -> None:
+        self._alone, self._together, self._abort = alone, together, abort
         self._waiting: dict[Kind, list[_Turn]] = {}
         self._streams: dict[asyncio.Task[None], list[_Turn]] = {}
 
@@ -57,30 +56,24 @@ class TurnBatches:
         """Sample one turn.
 
         Raises:
-            EngineError: what `alone` raises, or there was no answer before the deadline.
+            EngineError: what `alone` raises. Where the engine cannot be reached, all turns of a request fail with it.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + request.timeout_s
         turn = _Turn(request)
         waiting = self._waiting.setdefault(kind, [])
         waiting.append(turn)
         if len(waiting) == MOST_TURNS:
             self._send(kind)
         elif len(waiting) == 1:
-            loop.call_soon(self._send, kind)
+            asyncio.get_running_loop().call_soon(self._send, kind)
         try:
-            async with asyncio.timeout(request.timeout_s):
-                result = await turn.answer
-        except (TimeoutError, asyncio.CancelledError) as error:
+            result = await turn.answer
+        except asyncio.CancelledError:
             if turn.is_sent:
                 self._abort([turn.rid])
-            if isinstance(error, TimeoutError):
-                timeout_s = round(request.timeout_s, 2)
-                raise EngineError(f"session {request.session_id}: no answer within {timeout_s:g} s") from error
             raise
         if result is not None:
             return result
-        result = await self._alone(replace(request, timeout_s=deadline - loop.time()))
+        result = await self._alone(request)
         return replace(result, num_retries=result.num_retries + turn.is_sent)
 
     async def aclose(self) -> None:
@@ -120,7 +113,7 @@ class TurnBatches:
                 except EngineError as error:
                     answer.set_exception(error)
         except EngineError as error:
-            if isinstance(error, EngineUnreachable) and not self._retries:
+            if isinstance(error, EngineUnreachable):
                 failure = error
                 return
             log.warning("%s: %d turns are sent one by one", error, sum(not turn.answer.done() for turn in turns))

@@ -4,7 +4,7 @@ Failed trajectories are left out. A function returns one number for each of the 
 trajectory's reward as a part. If it fails, all of them fail with its cause.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slimrl.data.trajectory import Prompt, Status, Trajectory
@@ -12,23 +12,6 @@ from slimrl.rewards.deadline import within
 from slimrl.rewards.parts import Part, count_retry, failure
 from slimrl.rewards.retries import Retries
 from slimrl.rewards.scoring import call_reward, finite_number
-
-
-class PendingGroups:
-    """Collects the trajectories of each prompt until all of them have ended."""
-
-    def __init__(self, planned: Mapping[str, Prompt]) -> None:
-        """`planned` has the prompt of each trajectory by its id."""
-        self._members: dict[str, dict[str, Trajectory | None]] = {}
-        for trajectory_id, prompt in planned.items():
-            self._members.setdefault(prompt.prompt_id, {})[trajectory_id] = None
-
-    def add(self, trajectory: Trajectory) -> list[Trajectory]:
-        """The trajectories of the prompt in the order of the plan if this was the last one of them, else none."""
-        members = self._members[trajectory.group_id]
-        members[trajectory.trajectory_id] = trajectory
-        ended = [member for member in members.values() if member is not None]
-        return ended if len(ended) == len(members) else []
 
 
 async def score_group(

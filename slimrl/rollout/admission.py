@@ -85,9 +85,9 @@ class Admission:
         self.waiting[number] = lowest
 
     def leave(self, number: int, end: str) -> None:
-        """Note that a running group has ended, and nothing of it is trained on: `filtered` or `failed`."""
+        """Note that nothing of a group that has ended is trained on: it is `filtered` or `failed`."""
         assert end in ("filtered", "failed")
-        del self.running[number]
+        del (self.running if number in self.running else self.waiting)[number]
         self.ended[end] += 1
 
     @property

@@ -9,10 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.algorithms.advantages import groups_of
 from slimrl.base.atomic import write_whole
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Status
-from slimrl.rollout.dynamic_sampling import StepRollout
 
 
 class GroupLedger:
@@ -32,32 +29,6 @@ class GroupLedger:
         with self._path.open("a") as file:
             file.writelines(json.dumps({"step": step, **line}) + "\n" for line in lines)
 
-    def add_rollout(self, step: int, rollout: StepRollout) -> None:
-        """Add the groups that a step sampled itself, with the weights of the update before it."""
-        kept = {trajectory.group_id for trajectory in rollout.kept}
-        groups = groups_of([trajectory.group_id for trajectory in rollout.sampled])
-        lines = []
-        for number, (group_id, members) in enumerate(groups.items()):
-            trajectories = [rollout.sampled[i] for i in members]
-            is_failed = all(trajectory.status is Status.failed for trajectory in trajectories)
-            end = "failed" if is_failed else "taken" if group_id in kept else "filtered"
-            started, ended = ([t.measured[name] for t in trajectories] for name in (STARTED_AT, ENDED_AT))
-            tokens = [trajectory.num_sampled_tokens for trajectory in trajectories]
-            updates = [step - 1] if any(tokens) else []
-            lines.append(
-                ledger_line(
-                    number,
-                    group_id,
-                    end,
-                    begun=min(started),
-                    started=started,
-                    ended=ended,
-                    tokens=tokens,
-                    updates=updates,
-                )
-            )
-        self.add(step, lines)
-
 
 def ledger_line(
     number: int,
@@ -72,7 +43,7 @@ def ledger_line(
 ) -> dict[str, Any]:
     """
     Args:
-        number: of the group, in the run; in the step if that sampled its own.
+        number: of the group, in the run; in the step if no group spans steps.
         end: `taken`, `filtered`, `failed` or `dropped`.
         started, ended, tokens: of each trajectory; None of those that had not ended.
         updates: those whose weights sampled the tokens.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slimrl.algorithms.selection import Selection
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Trajectory, from_json, to_json
 from slimrl.rollout.group_ledger import ledger_line
 
@@ -22,6 +23,8 @@ class Group:
     ids: list[str]
     done: dict[str, Trajectory] = field(default_factory=dict)
     """Scored trajectories by their ids"""
+    selection: Selection | None = None
+    """What is trained on of the group, once it has ended"""
     begun: float = field(default_factory=time.time)
     """Unix time at which the group began"""
     started: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Watches how full the engines' KV caches are, and adapts to it how many trajectories run.
 
-Every POLL_S each engine is asked for its state. One that does not answer, because it ends, starts or loads weights, is
-left out of that round. With `rollout.adaptive_concurrency` the answers decide how many trajectories may run
-(concurrency.py); without it they are counted alone.
+While trajectories run, each engine is asked for its state every POLL_S. One that does not answer, because it ends,
+starts or loads weights, is left out of that round. With `rollout.adaptive_concurrency` the answers decide how many
+trajectories may run (concurrency.py); without it they are counted alone.
 """
 
 import asyncio
@@ -66,6 +66,9 @@ class CachePressure:
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as http:
             while True:
                 await asyncio.sleep(POLL_S)
+                if not any(slots.taken for slots in self._slots):
+                    # The trainer may have the memory of the engines.
+                    continue
                 urls = list(self._urls())
                 states = await asyncio.gather(*(_states(http, url) for url in urls))
                 self.observe(dict(zip(urls, states, strict=True)))

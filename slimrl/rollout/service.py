@@ -1,13 +1,14 @@
-"""The asynchronous rollout: groups begin all the time, and the trainer takes them in batches.
+"""The rollout of every mode: groups begin, and the trainer takes them in batches.
 
-1. Its groups run on the stage's event loop, which has a thread of its own. Admission (rollout/admission.py) says when
-   one may begin; a free slot for a trajectory says when the engines have room for it.
-2. A group ends when all its trajectories are scored. A zero-variance group is left out where the recipe refills
-   (docs/algorithms.md#dynamic-sampling), at most `max_refills` times a batch's groups; one without a trajectory to
-   train on always.
+1. Its groups run on the stage's event loop. Admission (rollout/admission.py) says when one may begin; a free slot for a
+   trajectory says when the engines have room for it. In `sync` without `oversample` the groups of a step begin
+   together, while the trainer waits for them (rollout/step_admission.py), and nothing runs beside it.
+2. A group ends when all its trajectories are scored, and is selected then. A zero-variance group is left out where the
+   recipe refills (docs/algorithms.md#dynamic-sampling); one without a trajectory to train on always. Where groups span
+   steps, at most `max_refills` times a batch's groups are replaced.
 3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
 4. `save` keeps the groups that wait, the ended trajectories of those that run, and the turns of their others, which a
-   resumed run replays (engines/turn_logs.py).
+   resumed run replays (engines/turn_logs.py). Between two steps of which none spans the other there are none.
 
 All state is the event loop's; the driver's thread calls `run` of the loop.
 """
@@ -15,29 +16,28 @@ All state is the event loop's; the driver's thread calls `run` of the loop.
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slimrl.algorithms.selection import select
+from slimrl.algorithms.selection import Selection, joined, select
 from slimrl.algorithms.shaping import shape_rewards
 from slimrl.checkpoints.digests import FileDigest, file_digest
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
-from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import REPLAYED_TOKENS, Prompt, Status, Trajectory
 from slimrl.engines.turn_logs import LoggedTurn, read_turns, write_turns
-from slimrl.rollout.admission import Admission
-from slimrl.rollout.dynamic_sampling import StepRollout
-from slimrl.rollout.errors import TooManyFailed
+from slimrl.rollout.errors import refuse_failures
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.groups import GROUPS_FILE, Group, read_groups, write_groups
-from slimrl.rollout.stage import RolloutStage, causes_text
+from slimrl.rollout.prompt_source import PromptSource
+from slimrl.rollout.stage import END_S, RolloutStage
+from slimrl.rollout.step_admission import StepAdmission, admission_of
 
 POLL_S = 1.0
 """Seconds between two checks that engines are alive and the run goes on, while the driver waits."""
@@ -49,13 +49,28 @@ LOST = ("filtered", "failed", "dropped")
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
+class StepRollout:
+    """The trajectories of a step; their rewards are shaped."""
+
+    sampled: list[Trajectory]
+    """The trajectories of the batch; where no group spans steps also those that others replaced, in the order in which
+    the groups began"""
+    selection: Selection
+    """What the learner gets"""
+    metrics: dict[str, float]
+    """Metrics of the refill, or of the groups that span steps"""
+    seconds: float
+    """Duration of the rollout, or time since the last one where groups span steps"""
+
+
 class RolloutService:
     """Runs groups from `start` until the stage is closed."""
 
     def __init__(
         self,
         recipe: Recipe,
-        data: DataOrder[Prompt],
+        source: PromptSource,
         prompts: Sequence[Prompt],
         stage: RolloutStage,
         keeps: Callable[[list[Trajectory]], bool],
@@ -67,26 +82,20 @@ class RolloutService:
             prompts: all prompts of the training data, among which are those of saved groups.
             keeps: the task's group filters.
         """
-        self._recipe, self._data, self._stage, self._keeps, self._ledger = recipe, data, stage, keeps, ledger
+        self._recipe, self._source, self._stage, self._keeps, self._ledger = recipe, source, stage, keeps, ledger
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
-        rollout = recipe.rollout
-        most = rollout.max_concurrency_per_engine * rollout.most_engines
-        self.admission = Admission(
-            batch=rollout.prompts_per_step,
-            max_running=most,
-            max_staleness=1 if rollout.mode is RolloutMode.one_step_off else rollout.max_staleness,
-            too_old=rollout.too_old,
-            last_version=recipe.steps,
-            most_present=None
-            if rollout.mode is not RolloutMode.sync
-            else math.ceil(rollout.oversample * rollout.prompts_per_step),
-        )
+        self.admission = admission_of(recipe)
+        self._steps = self.admission if isinstance(self.admission, StepAdmission) else None
+        """The admission, where no group spans steps"""
         self._slots = stage.pressure.slots()
         self._groups: dict[int, Group] = {}
         """Groups that run or wait to be taken, by number"""
+        self._of_step: list[Group] = []
+        """All groups of the step, where none spans steps"""
         self._saved_turns: dict[str, list[LoggedTurn]] = {}
         """Turns of trajectories that are to run again after a resume, by the trajectories' ids"""
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Tasks that run groups, by the number of their first one"""
         self._changed = asyncio.Event()
         self._held = False
         self._fault: BaseException | None = None
@@ -122,8 +131,9 @@ class RolloutService:
 
     async def _start(self) -> None:
         for number in self.admission.running:
-            self._run(self._groups[number])
-        self._serving = asyncio.create_task(self._serve())
+            self._run([self._groups[number]])
+        if self._steps is None:
+            self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
         """Begin groups while there is room for them."""
@@ -131,7 +141,8 @@ class RolloutService:
             while True:
                 self._changed.clear()
                 while not self._held and self.admission.capacity and not self._slots.locked():
-                    self._begin()
+                    number = self.admission.begin()
+                    self._begin([number], self._source.take(1), "group_{:08d}")
                     # Its first trajectories take their slots.
                     await asyncio.sleep(0)
                     await asyncio.sleep(0)
@@ -140,47 +151,61 @@ class RolloutService:
             self._fault = error
             raise
 
-    def _begin(self) -> None:
-        [prompt] = self._data.take(1)
-        number = self.admission.begin()
-        ids = [f"group_{number:08d}/{sample:03d}" for sample in range(self._recipe.rollout.samples_per_prompt)]
-        self._groups[number] = Group(number=number, prompt=prompt, ids=ids)
-        self._run(self._groups[number])
+    async def _begin_round(self, steps: StepAdmission) -> None:
+        """Begin the next round of the step; without a prompt for it the step has none."""
+        # The driver's thread waits meanwhile.
+        await asyncio.to_thread(self._stage.flush_if_deterministic)
+        count, step, refill = steps.capacity, steps.version + 1, steps.rounds
+        used = {group.prompt.prompt_id for group in self._of_step}
+        prompts = self._source.refill(count, step, refill, used) if refill else self._source.take(count)
+        if numbers := steps.begin_round(len(prompts)):
+            label = f"step_{step:06d}" + (f"/refill_{refill}" if refill else "")
+            self._begin(numbers, prompts, label + "/{:05d}", first=numbers[0])
+            self._of_step += [self._groups[number] for number in numbers]
 
-    def _run(self, group: Group) -> None:
-        def keep(trajectory: Trajectory) -> None:
-            group.keep(trajectory)
-            self._changed.set()
+    def _begin(self, numbers: Sequence[int], prompts: Sequence[Prompt], name: str, *, first: int = 0) -> None:
+        """Begin groups, whose names are their numbers from `first` on in the form `name`."""
+        samples = range(self._recipe.rollout.samples_per_prompt)
+        begun = [
+            Group(number=n, prompt=prompt, ids=[f"{name.format(n - first)}/{sample:03d}" for sample in samples])
+            for n, prompt in zip(numbers, prompts, strict=True)
+        ]
+        self._groups |= {group.number: group for group in begun}
+        self._run(begun)
 
-        saved = {one: self._saved_turns.pop(one) for one in group.ids if one in self._saved_turns}
+    def _run(self, groups: Sequence[Group]) -> None:
+        first = groups[0].number
+        saved = {one: turns for group in groups for one in group.ids if (turns := self._saved_turns.pop(one, None))}
 
         async def run() -> None:
             try:
-                await self._stage.run_group(group.prompt, group.ids, group.done, self._slots, keep, saved)
-                self._end(group)
+                await self._stage.run_groups(groups, self._slots, self._changed.set, self._end, saved)
             except Exception as error:  # a fault of ours, which the driver raises
-                if group.number in self._groups:
+                if self._steps is not None or first in self._groups:
                     self._fault = error
                 else:
-                    log.warning("group %d, when it was dropped: %s", group.number, error, exc_info=error)
+                    log.warning("group %d, when it was dropped: %s", first, error, exc_info=error)
             finally:
-                self._tasks.pop(group.number, None)
+                self._tasks.pop(first, None)
                 self._changed.set()
 
-        self._tasks[group.number] = asyncio.create_task(run())
+        self._tasks[first] = asyncio.create_task(run())
 
     def _end(self, group: Group) -> None:
+        """Note that all trajectories of a group are scored."""
         trajectories = group.trajectories
         shape_rewards(trajectories, self._recipe.algorithm)
         self._num_ended += len(trajectories)
         bad = (Status.failed, Status.aborted)
         self._failed += [t for t in trajectories if t.status in bad]
+        group.selection = self._selected(group)
         if all(t.status is Status.failed for t in trajectories):
             self._leave(group, "failed")
-        elif self._may_refill and not self._is_useful(group):
+        elif self._may_refill and not group.selection.is_useful:
             self._leave(group, "filtered")
         else:
             self.admission.finish(group.number, self._lowest(trajectories))
+        self._changed.set()
 
     def _leave(self, group: Group, end: str) -> None:
         self.admission.leave(group.number, end)
@@ -198,12 +223,14 @@ class RolloutService:
         """Whether another group may take the place of a zero-variance group; without a limit there might never be a
         batch."""
         settings = self._recipe.algorithm.dynamic_sampling
+        if self._steps is not None or settings.refill is RefillMode.off:
+            return settings.refill is not RefillMode.off
         replaced = self.admission.counts["filtered"] - self._counted["filtered"]
-        return settings.refill is not RefillMode.off and replaced < settings.max_refills * self.admission.batch
+        return replaced < settings.max_refills * self.admission.batch
 
-    def _is_useful(self, group: Group) -> bool:
-        step = self.admission.version + 1
-        return select(group.trajectories, self._recipe.algorithm, self._keeps, step=step).is_useful
+    def _selected(self, group: Group) -> Selection:
+        """What is trained on of a group that has ended; the stage of the run is that of the step after its end."""
+        return select(group.trajectories, self._recipe.algorithm, self._keeps, step=self.admission.version + 1)
 
     def _updates_of(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
         """int64 [sampled tokens], how many updates had made the weights that sampled each."""
@@ -220,61 +247,99 @@ class RolloutService:
         """The next batch, as soon as there is one.
 
         Args:
-            check: called every second; an exception that it raises ends the wait, and nothing is taken.
+            check: called every second; an exception that it raises ends the wait, and nothing is taken. Where no group
+                spans steps, what runs is cancelled then.
 
         Raises:
             TooManyFailed: too many that ended since the last batch did; a batch may never come then.
         """
         start = time.monotonic()
-        while (batch := self._stage.run(self._take())) is None:
-            check()
-        seconds = time.monotonic() - start
-        groups, counts = batch
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        try:
+            while (batch := self._stage.run(self._take())) is None:
+                check()
+        except BaseException:
+            if self._steps is not None:
+                self._stage.run(self._cancel())
+            raise
         now = time.monotonic()
-        metrics = {
-            **self._ages(groups),
-            **{f"async/{name}_groups": counts[name] for name in ("running", "waiting", *LOST)},
-            "async/wait_s": seconds,
-            "async/group_s_max": max(group.seconds for group in groups),
-            "async/replayed_tokens": sum(t.metadata.get(REPLAYED_TOKENS, 0) for t in trajectories),
-        }
         interval, self._last_take = now - self._last_take, now
-        return StepRollout(sampled=trajectories, kept=trajectories, metrics=metrics, seconds=interval)
+        if self._steps is not None:
+            batch.seconds = now - start
+            self._source.count(batch.sampled)
+        else:
+            batch.seconds = interval
+            batch.metrics["async/wait_s"] = now - start
+        return batch
 
-    async def _take(self) -> tuple[list[Group], dict[str, int]] | None:
-        """A batch, or None if there is none within POLL_S; and how many groups run, wait, and were lost since the last
-        one."""
-        deadline = time.monotonic() + POLL_S
-        while not self.admission.is_ready:
+    async def _take(self) -> StepRollout | None:
+        """The next batch, or None if there is none within POLL_S."""
+        deadline, steps = time.monotonic() + POLL_S, self._steps
+        while not self.admission.is_ready or (steps is not None and self._tasks):
             self._refuse()
+            if steps is not None and not self._tasks:
+                await self._begin_round(steps)
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             await asyncio.sleep(min(left, 0.02))
         self._refuse()
         self._num_ended, self._failed = 0, []
-        groups = [self._forget(number, "taken") for number in self.admission.take()]
+        num_useful = len(self.admission.waiting)
+        taken = [self._forget(number, "taken") for number in self.admission.take()]
+        if steps is not None:
+            # In the next step they would be of an older policy.
+            for number in list(steps.waiting):
+                self._leave(self._groups[number], "filtered")
+        metrics = self._metrics(taken, num_useful)
         # A synchronous step's engines wait for the trainer.
         self._held = self._recipe.rollout.mode is RolloutMode.sync
-        self._ledger.add(self.admission.version + 1, self._left)
-        self._left = []
+        self._ledger.add(self.admission.version + 1, sorted(self._left, key=lambda line: line["group"]))
+        self._left, self._counted = [], self.admission.counts
         self._changed.set()
-        before, self._counted = self._counted, self.admission.counts
-        return groups, self._counted | {name: self._counted[name] - before[name] for name in LOST}
+        sampled, self._of_step = taken if steps is None else self._of_step, []
+        selections = [one for group in taken if (one := group.selection) is not None]
+        assert len(selections) == len(taken)
+        return StepRollout(
+            sampled=[trajectory for group in sampled for trajectory in group.trajectories],
+            selection=joined(selections),
+            metrics=metrics,
+            seconds=0.0,
+        )
+
+    async def _cancel(self) -> None:
+        """End what runs; its step is made again by a resumed run."""
+        for task in (tasks := list(self._tasks.values())):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._recipe.agent.close_timeout_s + END_S)
+
+    def _metrics(self, taken: Sequence[Group], num_useful: int) -> dict[str, float]:
+        """Metrics of a batch; `num_useful` groups waited before it was taken."""
+        if self._steps is None:
+            counts = self.admission.counts
+            counts |= {name: counts[name] - self._counted[name] for name in LOST}
+            replayed = (t.metadata.get(REPLAYED_TOKENS, 0) for group in taken for t in group.trajectories)
+            return {
+                **self._ages(taken),
+                **{f"async/{name}_groups": counts[name] for name in ("running", "waiting", *LOST)},
+                "async/group_s_max": max(group.seconds for group in taken),
+                "async/replayed_tokens": sum(replayed),
+            }
+        if self._recipe.algorithm.dynamic_sampling.refill is RefillMode.off:
+            return {}
+        return {
+            "rollout/refills": self._steps.rounds - 1,
+            "rollout/groups_sampled": len(self._of_step),
+            "rollout/groups_useful": num_useful,
+            "rollout/groups_kept": len(taken),
+        }
 
     def _refuse(self) -> None:
         """Raise the fault of a group, or TooManyFailed if more did than may of those that ended, or than of a batch."""
         if self._fault is not None:
             raise self._fault
         rollout = self._recipe.rollout
-        of_batch = rollout.prompts_per_step * rollout.samples_per_prompt
-        if len(self._failed) > rollout.max_failed_fraction * max(self._num_ended, of_batch):
-            raise TooManyFailed(
-                f"{len(self._failed)} of the {self._num_ended} trajectories that ended since the last batch failed or "
-                f"were aborted, more than rollout.max_failed_fraction = {rollout.max_failed_fraction:g} allows (of a "
-                f"batch's {of_batch} at least): {causes_text(self._failed)}",
-                self._failed,
-            )
+        num_counted = max(self._num_ended, rollout.prompts_per_step * rollout.samples_per_prompt)
+        refuse_failures(rollout, "rollout", self._failed, num_counted)
 
     def _ages(self, groups: Sequence[Group]) -> dict[str, float]:
         ages = [self.admission.age(self._lowest(group.trajectories)) for group in groups]
@@ -331,7 +396,7 @@ class RolloutService:
         return self._stage.run(self._position())
 
     async def _position(self) -> dict[str, Any]:
-        return self._data.state()
+        return self._source.state()
 
     def save(self, folder: Path) -> Mapping[str, FileDigest]:
         """Write what a resumed run continues from, and return the files' checksums."""
@@ -352,7 +417,7 @@ class RolloutService:
         state = {
             "admission": self.admission.state(),
             "versions": list(self._versions.items()),
-            "cursor": self._data.state(),
+            "cursor": self._source.state(),
             "left": list(self._left),
             "counted": self._counted,
         }
@@ -364,12 +429,14 @@ class RolloutService:
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
         self.admission.restore(state["admission"])
         self._versions = dict(state["versions"])
-        self._data.restore(state["cursor"])
+        self._source.restore(state["cursor"])
         self._left, self._counted = state["left"], state["counted"]
         self._groups = read_groups(folder, self._prompts)
         for number in self.admission.refit():
             group = self._forget(number, "dropped")
             log.info("group %d of %s is too old for the recipe now and dropped", number, group.prompt.prompt_id)
+        for number in self.admission.waiting:
+            self._groups[number].selection = self._selected(self._groups[number])
         ids = {trajectory_id for group in self._groups.values() for trajectory_id in group.ids}
         self._saved_turns = {one: turns for one, turns in read_turns(folder).items() if one in ids}
         count = sum(turn.num_tokens for turns in self._saved_turns.values() for turn in turns)

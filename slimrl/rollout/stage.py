@@ -1,20 +1,18 @@
-"""The rollout as one call: prompts in, scored trajectories out.
+"""The episodes of a run, all on one event loop, which has a thread of its own, or in episode workers.
 
-1. Each prompt gives `samples_per_prompt` trajectories, whose ids follow from step, prompt and sample.
-2. Each trajectory is one coroutine; slots limit how many run at once (rollout/pressure.py). If there are more, they
-   begin long-first (rollout/start_order.py), in a deterministic run in order. An episode runs on this event loop, or
-   in an episode worker (`agent.workers`).
-3. A finished trajectory is rewarded, and if there is a teacher, scored by it.
-4. When the last trajectory of a prompt has ended, the rewards of groups are added, but not in an evaluation.
-5. The result is ordered by prompt and sample, whichever finished first.
+1. Each trajectory is one coroutine; slots limit how many run at once (rollout/pressure.py). If there are more, those of
+   one call begin long-first (rollout/start_order.py), in a deterministic run in order.
+2. A finished trajectory is rewarded, and if there is a teacher, scored by it.
+3. When the last trajectory of a group has ended, the rewards of groups are added, but not in an evaluation.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -24,19 +22,19 @@ from slimrl.agent.tools import ToolsUnavailable
 from slimrl.base.errors import RunError
 from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, Scorer, ScoreRequest
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Status, Trajectory
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Trajectory
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.teacher import ScoringTimes, Teacher
 from slimrl.engines.turn_logs import LoggedTurn, TurnLogs
 from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.evaluation.items import Items
 from slimrl.observability.progress import Progress
-from slimrl.rewards.groups import PendingGroups
 from slimrl.rewards.services import NotStarted, RewardServices
-from slimrl.rollout.errors import TooManyFailed
+from slimrl.rollout.errors import refuse_failures
 from slimrl.rollout.garbage import rare_collections
+from slimrl.rollout.groups import Group
 from slimrl.rollout.loop_lag import LoopLag
 from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.scored_episodes import ScoredEpisodes, Workers
@@ -66,7 +64,6 @@ class RolloutStage:
         flush_caches: Callable[[], None],
         teacher: Teacher | None = None,
         workers: Workers | None = None,
-        loop: asyncio.Runner | LoopThread | None = None,
         scorer: Scorer | None = None,
         engine_urls: Callable[[], Sequence[str]] = lambda: (),
         engine_key: EngineKey | None = None,
@@ -75,12 +72,9 @@ class RolloutStage:
         Args:
             engine: client of the engines, for episodes on this event loop.
             watch: called every second of a rollout; raises StageError if an engine ended that the episodes need.
-            flush_caches: empties the engines' prefix caches. A deterministic run calls it before every rollout and
-                every evaluation set: the cache's content decides the shape of a prefill and so its last bits, and the
-                engines of a resumed run have not seen the earlier prompts.
+            flush_caches: empties the engines' prefix caches; see `flush_if_deterministic`.
             teacher: scores the trajectories of a rollout, but not those of an evaluation.
             workers: run the episodes instead of this event loop; started and closed with the stage.
-            loop: of the episodes; None for one that runs only while a rollout does.
             scorer: the engines, as what scores; None if nothing asks for scores.
             engine_urls: of the engines that there are now, to watch their caches.
             engine_key: of these engines.
@@ -88,23 +82,21 @@ class RolloutStage:
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
         self._workers = workers
-        self._turn_logs = TurnLogs()
-        """Turn logs of the episodes of `run_group`, where no worker has them"""
-        logs = self._turn_logs if recipe.rollout.spans_steps else None
-        self._runner = workers or task.episode_runner(recipe, engine, logs)
+        self._turn_logs = TurnLogs() if recipe.rollout.spans_steps else None
+        """Turn logs of the episodes of groups that may outlive a step, where no worker has them"""
+        self._runner = workers or task.episode_runner(recipe, engine, self._turn_logs)
         self.episodes = ScoredEpisodes(recipe, task.rewards, self._runner, engine)
         self._teacher, self._scorer = teacher, scorer
-        self.scoring = ScoringTimes()
-        """Times of the scores of the last rollout, and of those before it that it refills."""
-        self.lags_s: list[float] = []
-        """Lags of the event loops of this process and of the workers in the same rollouts; see LoopLag"""
+        self._scoring = ScoringTimes()
         self._lag = LoopLag()
+        self._num_runs = 0
+        """Number of `_run_episodes` under way"""
         self.pressure = CachePressure(recipe.rollout, engine_urls, engine_key)
         self._services = RewardServices(
             task.rewards.parts, timeout_s=recipe.reward.startup_timeout_s, say=lambda text: progress.say(text)
         )
         self._service_tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.Runner() if loop is None else loop
+        self._loop = LoopThread("slimrl-rollout")
         self._opened = AsyncExitStack()
         """Stack of what was started: closes it in reverse order, each part whatever becomes of the others"""
 
@@ -126,30 +118,32 @@ class RolloutStage:
                 # The close of a loop would wait for tasks that do not end.
                 self._loop.close()
 
-    def rollout(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        label: str,
-        check_cancelled: Callable[[], None] = lambda: None,
-        earlier: Sequence[Trajectory] = (),
-    ) -> list[Trajectory]:
-        """`samples_per_prompt` trajectories of each prompt under the training sampling settings.
+    def flush_if_deterministic(self) -> None:
+        """Empty the engines' prefix caches before a rollout or an evaluation set of a deterministic run: the cache's
+        content decides the shape of a prefill and so its last bits, and the engines of a resumed run have not seen the
+        earlier prompts."""
+        if self._recipe.deterministic:
+            self._flush_caches()
+
+    def rollout(self, prompts: Sequence[Prompt], *, label: str) -> list[Trajectory]:
+        """`samples_per_prompt` trajectories of each prompt to train on, by prompt and sample, without a service.
 
         Args:
             label: part of every trajectory id, for example `step_000012`; unique in the run.
-            earlier: those of the step before this rollout; they count in the fraction that may fail.
-            check_cancelled: called every second; an exception that it raises ends the rollout.
 
         Raises:
             TooManyFailed: more than `rollout.max_failed_fraction` of the trajectories did.
         """
-        if not earlier:
-            self.scoring, self.lags_s = ScoringTimes(), []
-        samples = self._recipe.rollout.samples_per_prompt
-        planned = planned_trajectories(prompts, samples_per_prompt=samples, label=label)
-        sampling = self._recipe.rollout.sampling
-        return self._collect("rollout", planned, sampling, check_cancelled, earlier, trains=True)
+        samples = range(self._recipe.rollout.samples_per_prompt)
+        groups = [
+            Group(number=n, prompt=prompt, ids=[f"{label}/{n:05d}/{sample:03d}" for sample in samples])
+            for n, prompt in enumerate(prompts)
+        ]
+        self.flush_if_deterministic()
+        self.run_watched(self.run_groups(groups, self.pressure.slots()), self.check)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        refuse_failures(self._recipe.rollout, "rollout", trajectories, len(trajectories))
+        return trajectories
 
     def evaluate(
         self,
@@ -175,7 +169,6 @@ class RolloutStage:
             TooManyFailed: as `rollout`.
         """
         items = items or Items()
-        self.lags_s = []
         samples = self._recipe.eval.samples_per_prompt
         keys = item_keys(name, prompts, samples)
         planned = planned_trajectories(prompts, samples_per_prompt=samples, label=f"{label}/{name}")
@@ -185,13 +178,23 @@ class RolloutStage:
             missing = set(keys)
         left = {trajectory_id: prompt for trajectory_id, prompt in planned.items() if key_of[trajectory_id] in missing}
 
-        def keep(trajectory: Trajectory) -> None:
-            items.add(item_of(trajectory, key_of[trajectory.trajectory_id]))
+        def look() -> None:
+            self.check()
+            check()
 
         if left:
-            sampling = self._recipe.rollout.eval_sampling
-            num_done = len(planned) - len(left)
-            self._collect(f"evaluation {name}", left, sampling, check, on_done=keep, num_done=num_done)
+            self.flush_if_deterministic()
+            with self._progress.phase(f"evaluation {name}", len(left), "trajectories") as phase:
+                trajectories: list[Trajectory] = []
+
+                async def keep(trajectory: Trajectory) -> None:
+                    trajectories.append(trajectory)
+                    items.add(item_of(trajectory, key_of[trajectory.trajectory_id]))
+                    phase.advance()
+
+                sampling = self._recipe.rollout.eval_sampling
+                self.run_watched(self._run_episodes(left, sampling, self.pressure.slots(), keep), look)
+            refuse_failures(self._recipe.rollout, f"evaluation {name}", trajectories, len(planned))
         return items.of(keys)
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -199,12 +202,11 @@ class RolloutStage:
         return self._loop.run(coroutine)
 
     def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine on that event loop, while the groups of `run_group` go on."""
-        assert isinstance(self._loop, LoopThread), "nothing runs between two calls"
+        """Begin a coroutine on that event loop, beside what runs there."""
         return self._loop.submit(coroutine)
 
     def run_watched[T](self, coroutine: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
-        """The result of a coroutine on that event loop, while the groups of `run_group` go on.
+        """The result of a coroutine on that event loop, beside what runs there.
 
         Args:
             check: called at first and every second in this thread, so that a health check does not block rollouts; an
@@ -228,161 +230,119 @@ class RolloutStage:
         return [*self._lag.take(), *(() if self._workers is None else self._workers.take_lags())]
 
     def take_scoring(self) -> ScoringTimes:
-        """Times of the scores since the last call, and the mean tail, where groups do not run in rollouts of their
-        own."""
-        taken, self.scoring = self.scoring, ScoringTimes()
-        tails_s = [sum(taken.tails_s) / len(taken.tails_s)] if taken.tails_s else []
-        return ScoringTimes(scores_s=taken.scores_s, tails_s=tails_s)
+        """Times of the scores since the last call; of the tails the mean, where groups run beside the training."""
+        taken, self._scoring = self._scoring, ScoringTimes()
+        if taken.tails_s and self._recipe.rollout.spans_steps:
+            return replace(taken, tails_s=[sum(taken.tails_s) / len(taken.tails_s)])
+        return taken
 
     async def score(self, request: ScoreRequest) -> np.ndarray:
         """Log-probs of the engines' present weights; see Scorer."""
         assert self._scorer is not None
         return await self._scorer.score(request)
 
-    async def run_group(
+    async def run_groups(
         self,
-        prompt: Prompt,
-        trajectory_ids: Sequence[str],
-        done: Mapping[str, Trajectory],
+        groups: Sequence[Group],
         slots: Slots,
-        keep: Callable[[Trajectory], None],
-        saved: Mapping[str, Sequence[LoggedTurn]],
+        kept: Callable[[], None] = lambda: None,
+        ended: Callable[[Group], None] = lambda group: None,
+        saved: Mapping[str, Sequence[LoggedTurn]] | None = None,
     ) -> None:
-        """Run the episodes of a group to train on, until all of them are scored.
+        """Run the episodes of groups to train on that are not scored yet, until all of them are.
+
+        An exception of one episode (a fault of ours, since the failure of an engine, a tool or a reward is a status)
+        cancels the others and is raised.
 
         Args:
-            trajectory_ids: unique in the run.
-            done: scored trajectories by their ids, which do not run again.
+            groups: get their trajectories; the ids are unique in the run.
             slots: of all trajectories that may run at a time.
-            keep: called with each scored trajectory, which is in `done` afterwards.
+            kept: called after each scored trajectory.
+            ended: called with each group when all its trajectories and the rewards of the group are there.
             saved: turns of an earlier run, by the ids of trajectories that ran when it ended; see `turns`.
         """
-        self._lag.resume()
-        logs = self._workers or self._turn_logs
+        group_of = {one: group for group in groups for one in group.left}
+        logs = self._workers or self._turn_logs if self._recipe.rollout.spans_steps else None
         last_end = 0.0
 
-        async def run(trajectory_id: str) -> None:
+        async def end(group: Group) -> None:
+            if self._task.rewards.group:
+                await self.episodes.score_group(group.trajectories, group.prompt)
+            ended(group)
+
+        async def keep(trajectory: Trajectory) -> None:
             nonlocal last_end
-            async with slots:
-                started = time.time()
-                trajectory = await self.episodes.run(trajectory_id, prompt, self._recipe.rollout.sampling)
             last_end = time.monotonic()
             if self._teacher is not None:
-                seconds = await self.episodes.score_by(self._teacher, trajectory)
-                self.scoring.scores_s += seconds
-            trajectory.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
-            keep(trajectory)
-            logs.forget(trajectory_id)
+                self._scoring.scores_s += await self.episodes.score_by(self._teacher, trajectory)
+                trajectory.measured[ENDED_AT] = time.time()
+            group = group_of[trajectory.trajectory_id]
+            group.keep(trajectory)
+            if phase is not None:
+                phase.advance()
+            kept()
+            if logs is not None:
+                logs.forget(trajectory.trajectory_id)
+            if not group.left:
+                await end(group)
 
-        left = [trajectory_id for trajectory_id in trajectory_ids if trajectory_id not in done]
-        for trajectory_id in left:
-            logs.begin(trajectory_id, saved.get(trajectory_id, ()))
-        try:
-            await all_of([run(trajectory_id) for trajectory_id in left])
-        finally:
-            for trajectory_id in left:
-                logs.forget(trajectory_id)
-        if left and self._teacher is not None:
-            self.scoring.tails_s.append(time.monotonic() - last_end)
-        if self._task.rewards.group:
-            await self.episodes.score_group([done[trajectory_id] for trajectory_id in trajectory_ids], prompt)
+        if logs is not None:
+            for one in group_of:
+                logs.begin(one, (saved or {}).get(one, ()))
+        # Groups one by one, of which there may be hundreds, are not shown.
+        shown = self._progress.phase("rollout", len(group_of), "trajectories") if len(groups) > 1 else nullcontext()
+        with shown as phase:
+            try:
+                for group in groups:
+                    if not group.left:
+                        await end(group)
+                planned = {one: group.prompt for one, group in group_of.items()}
+                await self._run_episodes(planned, self._recipe.rollout.sampling, slots, keep)
+            finally:
+                if logs is not None:
+                    for one in group_of:
+                        logs.forget(one)
+        if group_of and self._teacher is not None:
+            self._scoring.tails_s.append(time.monotonic() - last_end)
 
     async def turns(self) -> Mapping[str, Sequence[LoggedTurn]]:
-        """What engines have answered to the trajectories of `run_group` that are not scored yet, by their ids."""
-        return self._turn_logs.snapshot() if self._workers is None else await self._workers.turns()
-
-    def _collect(
-        self,
-        name: str,
-        planned: Mapping[str, Prompt],
-        sampling: SamplingConfig,
-        check: Callable[[], None] = lambda: None,
-        earlier: Sequence[Trajectory] = (),
-        *,
-        trains: bool = False,
-        on_done: Callable[[Trajectory], None] = lambda trajectory: None,
-        num_done: int = 0,
-    ) -> list[Trajectory]:
-        """
-        Args:
-            on_done: called with each trajectory as it ends.
-            num_done: trajectories that ended well in an interrupted evaluation; they count as `earlier` does.
-        """
-        if self._recipe.deterministic:
-            self._flush_caches()
-        with self._progress.phase(name, len(planned), "trajectories") as phase:
-
-            def advance(trajectory: Trajectory) -> None:
-                on_done(trajectory)
-                phase.advance()
-
-            def look() -> None:
-                self._watch()
-                check()
-
-            episodes = self._run_episodes(planned, sampling, advance, trains=trains)
-            if isinstance(self._loop, LoopThread):
-                trajectories = self.run_watched(episodes, look)
-            else:
-                trajectories = self._loop.run(_watched(episodes, look))
-        counted = [*earlier, *trajectories]
-        refuse_failures(self._recipe.rollout, name, counted, num_done + len(counted))
-        return trajectories
+        """What engines have answered to the trajectories of `run_groups` that are not scored yet, by their ids."""
+        if self._workers is not None:
+            return await self._workers.turns()
+        return {} if self._turn_logs is None else self._turn_logs.snapshot()
 
     async def _run_episodes(
         self,
         planned: Mapping[str, Prompt],
         sampling: SamplingConfig,
-        on_done: Callable[[Trajectory], None],
-        *,
-        trains: bool,
-    ) -> list[Trajectory]:
-        """Run all episodes; their trajectories in the order of `planned`. Those to train on are scored by the teacher,
-        if there is one, and get the rewards of their groups.
-
-        An exception of one episode (a fault of ours, since the failure of an engine, a tool or a reward is a status)
-        cancels the others and is raised.
-        """
-        max_concurrency = self._recipe.rollout.max_concurrency_per_engine * self._recipe.rollout.most_engines
-        self._engine.open(list(planned), at_once=max_concurrency)
-        slots = self.pressure.slots()
-        teacher = self._teacher if trains else None
-        groups = PendingGroups(planned) if trains and self._task.rewards.group else None
+        slots: Slots,
+        keep: Callable[[Trajectory], Awaitable[None]],
+    ) -> None:
+        """Run all episodes, and await `keep` with the trajectory of each, which has its own reward."""
+        rollout = self._recipe.rollout
+        self._engine.open(list(planned), at_once=rollout.max_concurrency_per_engine * rollout.most_engines)
         order = StartOrder(
-            {one: group_name(one) for one in planned},
+            {one: one.rsplit("/", 1)[0] for one in planned},
             long_first=not self._recipe.deterministic and len(planned) > slots.limit,
         )
-        last_end = 0.0
 
-        async def run() -> Trajectory:
-            nonlocal last_end
+        async def run() -> None:
             async with slots:
                 trajectory_id = order.begin(time.monotonic())
-                started, prompt = time.time(), planned[trajectory_id]
-                trajectory = await self.episodes.run(trajectory_id, prompt, sampling)
+                started = time.time()
+                trajectory = await self.episodes.run(trajectory_id, planned[trajectory_id], sampling)
                 order.end(trajectory_id, time.monotonic())
-            last_end = time.monotonic()
-            if groups is not None and (ended := groups.add(trajectory)):
-                await self.episodes.score_group(ended, prompt)
-            if teacher is not None:
-                seconds = await self.episodes.score_by(teacher, trajectory)
-                self.scoring.scores_s += seconds
             trajectory.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
-            on_done(trajectory)
-            return trajectory
+            await keep(trajectory)
 
+        self._num_runs += 1
         self._lag.resume()
         try:
-            ended = await all_of([run() for _ in planned])
+            await all_of([run() for _ in planned])
         finally:
-            # Beside groups that run by themselves the loop is measured all the time.
-            if not self._recipe.rollout.spans_steps:
+            self._num_runs -= 1
+            if not self._num_runs:
                 self._lag.pause()
-                self.lags_s += self.take_lags()
-        if teacher is not None:
-            self.scoring.tails_s.append(time.monotonic() - last_end)
-        by_id = {trajectory.trajectory_id: trajectory for trajectory in ended}
-        return [by_id[trajectory_id] for trajectory_id in planned]
 
     async def _start(self) -> None:
         if self._teacher is not None:
@@ -424,37 +384,6 @@ class RolloutStage:
         return all(task.done() for task in left)
 
 
-async def _watched[T](work: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
-    """The result of a coroutine; `check` is called at first and every second, and an exception that it raises ends the
-    coroutine."""
-    task = asyncio.create_task(work)
-    try:
-        check()
-        while not (await asyncio.wait([task], timeout=WATCH_S))[0]:
-            check()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    return task.result()
-
-
-def refuse_failures(rollout: RolloutConfig, name: str, ended: Sequence[Trajectory], num_counted: int) -> None:
-    """Raises TooManyFailed if too many of `num_counted` trajectories failed, all of which are among `ended`."""
-    failed = [t for t in ended if t.status in (Status.failed, Status.aborted)]
-    limit = rollout.max_failed_fraction
-    if len(failed) > limit * num_counted:
-        raise TooManyFailed(
-            f"{name}: {len(failed)} of {num_counted} trajectories failed or were aborted, more than "
-            f"rollout.max_failed_fraction = {limit:g} allows: {causes_text(failed)}",
-            failed,
-        )
-
-
-def causes_text(failed: Sequence[Trajectory]) -> str:
-    """Why trajectories failed, at most three causes."""
-    return "; ".join(sorted({str(t.metadata.get("error")) for t in failed})[:3])
-
-
 async def all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of several coroutines; the first exception cancels the others and is raised."""
     try:
@@ -469,11 +398,6 @@ async def all_of[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def _end(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def group_name(trajectory_id: str) -> str:
-    """Common part of the ids of a prompt's trajectories; see `planned_trajectories`."""
-    return trajectory_id.rsplit("/", 1)[0]
 
 
 def planned_trajectories(prompts: Sequence[Prompt], *, samples_per_prompt: int, label: str) -> dict[str, Prompt]:

@@ -17,7 +17,8 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.observability.progress import Progress
-from slimrl.rollout.stage import RolloutStage, all_of, planned_trajectories, refuse_failures
+from slimrl.rollout.errors import refuse_failures
+from slimrl.rollout.stage import RolloutStage, all_of, planned_trajectories
 from slimrl.runtime.cluster.engine_group import EngineGroup
 
 POLL_S = 1.0

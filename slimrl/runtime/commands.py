@@ -22,6 +22,7 @@ from slimrl.observability.profiling.recorder import Profiled, Recorder, check_pr
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
+from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.checks.checkpoint_check import check_exported
 from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
@@ -228,8 +229,8 @@ def train_on_file(
                 data=None,
                 recorder=recorder,
             )
-            learner = Learner(recipe, processes.trainers, state, task.group_filters, processes.critics)
-            train_on_file_loop(run, learner, batch)
+            learner = Learner(recipe, processes.trainers, state, processes.critics)
+            train_on_file_loop(run, learner, batch, GroupFilters(recipe.reward.group_filters, task.group_filters))
 
 
 def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str | None) -> None:

@@ -1,4 +1,4 @@
-"""From scored trajectories to optimizer updates: selection, what the updates need of the old policy, training."""
+"""From selected trajectories to optimizer updates: what the updates need of the old policy, training."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from slimrl.algorithms.mismatch import FAR, LogProbReport, entropy_mean, mismatc
 from slimrl.algorithms.objective import denominator, loss_function
 from slimrl.algorithms.passes import needs_old, needs_reference, needs_sums
 from slimrl.algorithms.replay_gap import replay_gap_is_due, replay_gap_metrics
-from slimrl.algorithms.selection import select
+from slimrl.algorithms.selection import Selection
 from slimrl.algorithms.token_advantages import has_token_advantages
 from slimrl.base.errors import RunError
 from slimrl.base.spans import SPANS
@@ -17,9 +17,6 @@ from slimrl.data.packing import (
     is_split,
     micro_batches,
 )
-from slimrl.data.trajectory import Trajectory
-from slimrl.rollout.group_filters import GroupFilters
-from slimrl.rollout.task.task import GroupFilter
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.critic import Critic
@@ -36,7 +33,6 @@ class Learner:
         recipe: Recipe,
         trainers: TrainerGroup,
         state: RunState,
-        group_filters: Sequence[GroupFilter],
         critics: TrainerGroup | None = None,
     ) -> None:
         """
@@ -45,17 +41,11 @@ class Learner:
         """
         self._recipe, self._trainers, self._state = recipe, trainers, state
         self._critic = None if critics is None else Critic(recipe, critics, state)
-        self._keeps = GroupFilters(recipe.reward.group_filters, group_filters)
         self._reports: dict[int, list[LogProbReport]] = {}
         """Reports by update, on the log-probs of the policy before the first one"""
 
-    def prepare(self, step: Step, trajectories: Sequence[Trajectory]) -> list[Update]:
-        """Select trajectories, pack them into updates and put these on the ranks; empty if nothing would be learned.
-
-        Raises:
-            RunError: a group filter failed; it is named.
-        """
-        selection = select(trajectories, self._recipe.algorithm, self._keeps, step=step.number)
+    def prepare(self, step: Step, selection: Selection) -> list[Update]:
+        """Pack the selected trajectories into updates and put these on the ranks; empty if nothing would be learned."""
         step.record({"rollout/zero_variance_fraction": selection.zero_variance_fraction})
         with SPANS("pack"):
             updates = make_updates(selection, self._recipe, self._trainers.layout)

@@ -3,7 +3,8 @@
 Each step of reinforcement learning:
 1. rollout: the engines serve the current weights and generate trajectories, which are scored; or those are taken that
    an asynchronous rollout has finished (`rollout.mode`);
-2. prepare: trajectories get advantages and are dealt to updates; those that these need are packed;
+2. prepare: the selected trajectories, which have their advantages, are dealt to updates; those that these need are
+   packed;
 3. log-probs: passes of the trainer for what the updates need, if anything (docs/algorithms.md);
 4. train: the optimizer updates run one after another; before the first one changes the
    weights, the difference between the trainer's and the engines' log-probs is measured and limited;
@@ -15,8 +16,10 @@ A step's checkpoint is saved before its evaluation, which may fail. A resumed ru
 
 from collections.abc import Sequence
 
+from slimrl.algorithms.selection import select
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import Segment, Trajectory
+from slimrl.rollout.group_filters import GroupFilters
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.run import Run
 from slimrl.runtime.sft import update
@@ -30,8 +33,8 @@ def train(run: TrainRun) -> None:
     while run.should_continue:
         with run.next_step() as step:
             with step.timed("rollout"):
-                trajectories = run.rollout(step)
-            updates = learner.prepare(step, trajectories)
+                selection = run.rollout(step)
+            updates = learner.prepare(step, selection)
             with step.timed("logprobs"):
                 learner.compute_inputs(step, updates)
             with step.timed("train"):
@@ -46,11 +49,15 @@ def train(run: TrainRun) -> None:
     run.finish()
 
 
-def train_on_file(run: Run, learner: Learner, trajectories: Sequence[Trajectory]) -> None:
-    """Train on the same trajectories at every step; from the second step on they are of an older policy."""
+def train_on_file(run: Run, learner: Learner, trajectories: Sequence[Trajectory], keeps: GroupFilters) -> None:
+    """Train on the same trajectories at every step; from the second step on they are of an older policy.
+
+    Raises:
+        RunError: a group filter failed; it is named.
+    """
     while run.should_continue:
         with run.next_step() as step:
-            updates = learner.prepare(step, trajectories)
+            updates = learner.prepare(step, select(trajectories, run.recipe.algorithm, keeps, step=step.number))
             with step.timed("logprobs"):
                 learner.compute_inputs(step, updates)
             with step.timed("train"):

@@ -17,7 +17,6 @@ import yaml
 
 from slimrl.agent.bounded_parser import close_parsers
 from slimrl.base.errors import RunError, StageError
-from slimrl.base.loop_thread import LoopThread
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
@@ -278,7 +277,6 @@ def rollout_stage(
         flush_caches=engines.flush_caches,
         teacher=_teacher(recipe, teachers, vocab_size),
         workers=EpisodeWorkers(loaded, client, engines.logs) if recipe.agent.workers > 1 else None,
-        loop=LoopThread("slimrl-rollout") if recipe.rollout.spans_steps else None,
         scorer=client if isinstance(client, RoutedEngines) else None,
         engine_urls=lambda: [address.url for address in engines.receivers],
         engine_key=engines.key,

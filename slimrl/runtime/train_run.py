@@ -7,23 +7,24 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from slimrl.algorithms.selection import Selection
 from slimrl.base.errors import StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.mixture import DataOrder
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.trajectory import Prompt
 from slimrl.engines.routing import EVALUATION
 from slimrl.evaluation.estimates import eval_metrics
 from slimrl.evaluation.item import Item, write_items
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.samples import write_samples
-from slimrl.rollout.dynamic_sampling import StepSampler
 from slimrl.rollout.environment_metrics import environment_metrics
 from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.loop_lag import loop_lag_metrics
-from slimrl.rollout.service import RolloutService
+from slimrl.rollout.prompt_source import PromptSource
+from slimrl.rollout.service import RolloutService, StepRollout
 from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_metrics
 from slimrl.rollout.task.task import Task
@@ -54,21 +55,18 @@ class TrainRun(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        filters = GroupFilters(self.recipe.reward.group_filters, self.task.group_filters)
         prompts = list(chain(*self.task.train.values()))
         self._ledger = GroupLedger(self.folder.groups)
-        self._service = (
-            None
-            if not self.recipe.rollout.spans_steps
-            else RolloutService(self.recipe, self.data, prompts, self.stage, filters, self._ledger)
+        self._service = RolloutService(
+            self.recipe,
+            PromptSource(self.recipe, self.data, prompts, self.state.prompt_results),
+            prompts,
+            self.stage,
+            GroupFilters(self.recipe.reward.group_filters, self.task.group_filters),
+            self._ledger,
         )
-        self.learner = Learner(self.recipe, self.trainers, self.state, self.task.group_filters, self.critics)
+        self.learner = Learner(self.recipe, self.trainers, self.state, self.critics)
         self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers)
-        self._sampler = (
-            StepSampler(self.recipe, self.data, prompts, self.stage, filters, self.state.prompt_results)
-            if self._service is None
-            else None
-        )
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
         self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
@@ -99,52 +97,51 @@ class TrainRun(Run):
         if self.evaluation_is_due():
             self.evaluate()
         self._ledger.keep(self.state.step)
-        if self._service is not None:
-            self._service.start(self.state.step, self.state.weight_version, self._saved_rollout)
-        elif self._saved_rollout is not None:
+        saved = self._saved_rollout
+        if saved is not None and not self.recipe.rollout.spans_steps:
             self.progress.say("the groups that the run had begun beside its steps are left out: rollout.mode is sync")
+            saved = None
+        self._service.start(self.state.step, self.state.weight_version, saved)
 
-    def rollout(self, step: Step) -> list[Trajectory]:
-        """Scored trajectories of the next prompts, and of those that replace zero-variance groups.
+    def rollout(self, step: Step) -> Selection:
+        """What the step trains on: of the trajectories of the next prompts, and of those that replace zero-variance
+        groups.
 
         Raises:
-            RunError: too many trajectories failed.
+            RunError: too many trajectories failed, or a group filter did.
             StepDropped: the run was preempted and the grace period is over.
         """
-        if self._service is None:
-            assert self._sampler is not None
-            batch, lags_s = self._sampler.rollout(step.number, self.preemption.check), self.stage.lags_s
-            scoring = self.stage.scoring
-            self._ledger.add_rollout(step.number, batch)
-        else:
-            batch, lags_s = self._service.take(self._check_wait), self.stage.take_lags()
-            scoring = self.stage.take_scoring()
-            if dropped := batch.metrics["async/dropped_groups"]:
-                self.progress.say(f"step {step.number}: groups that became too old and were dropped: {dropped:g}")
-            if batch.metrics["async/current_token_fraction"] == 0 and self._score_check.is_due(step.number):
-                metrics = self._score_check.measure(step.number, batch.kept, self._check_serving)
-                step.record(metrics)
-                self.learner.limit_mismatch(step, metrics)
-            if self.recipe.rollout.mode is RolloutMode.sync:
-                # Until the resync: the trainer may need the engines' devices.
-                self.engines.pause()
+        batch = self._service.take(self._check_wait)
+        if dropped := batch.metrics.get("async/dropped_groups"):
+            self.progress.say(f"step {step.number}: groups that became too old and were dropped: {dropped:g}")
+        if batch.metrics.get("async/current_token_fraction") == 0 and self._score_check.is_due(step.number):
+            metrics = self._score_check.measure(step.number, batch.sampled, self._check_serving)
+            step.record(metrics)
+            self.learner.limit_mismatch(step, metrics)
+        if self.recipe.rollout.oversample > 1:
+            # Until the resync: the trainer may need the engines' devices.
+            self.engines.pause()
+        self._record(step, batch)
+        self._memory.enter(MemoryPhase.train)
+        return batch.selection
+
+    def _record(self, step: Step, batch: StepRollout) -> None:
+        """Record the metrics of a rollout and write some of its trajectories."""
         step.record({**rollout_metrics(batch.sampled, batch.seconds), **batch.metrics})
         step.record(environment_metrics(batch.sampled))
-        step.record(loop_lag_metrics(lags_s))
+        step.record(loop_lag_metrics(self.stage.take_lags()))
         step.record(self.stage.pressure.take())
         step.record(self._reward_watch.metrics(batch.sampled))
-        step.record(teacher_metrics(batch.sampled, scoring))
+        step.record(teacher_metrics(batch.sampled, self.stage.take_scoring()))
         if len(self.task.train) > 1:
             step.record(source_metrics(batch.sampled, self._sources))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})
         write_samples(self.folder.sample_file(step.number), batch.sampled, self.recipe.tracking.trajectories_per_step)
-        self._memory.enter(MemoryPhase.train)
-        return batch.kept
 
     def before_resync(self, step: Step) -> None:
         """Wait for the rollouts if the mode says so, and for a background evaluation if another is due."""
-        if self._service is not None and self.recipe.rollout.mode is RolloutMode.one_step_off:
+        if self.recipe.rollout.mode is RolloutMode.one_step_off:
             with step.timed("drain"):
                 self._service.drain(self._check_drain, lambda: self.preemption.asked)
         if self.recipe.eval.engines:
@@ -160,8 +157,7 @@ class TrainRun(Run):
         """Send the weights as the next version."""
         self.state.weight_version += 1
         self._send_weights(step)
-        if self._service is not None:
-            self._service.advance(self.state.weight_version)
+        self._service.advance(self.state.weight_version)
 
     def evaluation_is_due(self) -> bool:
         return bool(self.state.unwritten)
@@ -211,10 +207,11 @@ class TrainRun(Run):
         write_items(self.folder.eval_sample_file(step.number, name), shown)
 
     def _position(self) -> dict[str, Any]:
-        return super()._position() if self._service is None else self._service.position()
+        return self._service.position()
 
     def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
-        of_rollout = {} if self._service is None else {ROLLOUT_PART: self._service.save}
+        # Without groups that span steps, the position in the data is all that there is.
+        of_rollout = {ROLLOUT_PART: self._service.save} if self.recipe.rollout.spans_steps else {}
         return super()._writers() | of_rollout
 
     @property
@@ -226,18 +223,20 @@ class TrainRun(Run):
     @contextmanager
     def _rollouts_held(self) -> Iterator[None]:
         """Let no group of the rollout service begin inside the block."""
-        if self._service is None:
-            yield
-            return
         self._service.hold(True)
         yield
         self._service.hold(False)
 
     def _check_wait(self) -> None:
-        """Check the run while the trainer waits for a batch. On preemption a checkpoint is saved, so that nothing that
-        is finished is lost."""
+        """Check the run while the trainer waits for a batch.
+
+        On preemption a step whose groups are all its own may end within the grace period. Else a checkpoint is saved at
+        once, so that nothing that is finished is lost.
+        """
         self._check_serving()
-        if self.preemption.asked:
+        if not self.recipe.rollout.spans_steps:
+            self.preemption.check()
+        elif self.preemption.asked:
             if self.state.step > 0:
                 # Also if the step's checkpoint is there: other groups have ended since.
                 self.save_checkpoint()
@@ -260,7 +259,6 @@ class TrainRun(Run):
             updates: that the rollout service has not been told of.
         """
         if self.engines.need_weights:
-            assert self._service is not None
             self.state.weight_version += 1
             # Before a token has this version.
             self._service.note_version(self.state.weight_version, updates)

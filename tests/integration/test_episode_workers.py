@@ -29,6 +29,7 @@ from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.turn_logs import LoggedTurn
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
+from slimrl.rollout.groups import Group
 from slimrl.rollout.slots import Slots
 from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.task.episodes import load_episode_code
@@ -162,7 +163,8 @@ def test_workers_ask_the_engines_that_may_serve_now_also_after_a_worker_was_star
 
 async def cut_off(stage: RolloutStage, names: list[str]) -> dict[str, list[LoggedTurn]]:
     """The turns of episodes that wait after their second one, once they do; then they are cancelled."""
-    group = asyncio.create_task(stage.run_group(prompts("waits")[0], names, {}, Slots(4), lambda trajectory: None, {}))
+    waiting = Group(number=0, prompt=prompts("waits")[0], ids=names)
+    group = asyncio.create_task(stage.run_groups([waiting], Slots(4)))
     logs: dict[str, list[LoggedTurn]] = {}
     async with asyncio.timeout(60):
         while {len(turns) for turns in logs.values()} != {2}:
@@ -180,35 +182,35 @@ def test_episodes_that_were_cut_off_go_on_with_their_turns_wherever_they_run(mod
     names = ["group_00000000/000", "group_00000000/001"]
     with stage_of(recipe, tmp_path / "logs") as stage:
         logs = stage.run(cut_off(stage, names))
-    done: dict[str, Trajectory] = {}
+    group = Group(number=0, prompt=prompts("plays")[0], ids=names)
 
     async def go_on() -> None:
-        [prompt] = prompts("plays")
-        await stage.run_group(prompt, names, done, Slots(4), lambda one: done.setdefault(one.trajectory_id, one), logs)
+        await stage.run_groups([group], Slots(4), saved=logs)
         assert await stage.turns() == {}
 
     engine = SeededEngine(build_tokenizer().eos_token_id, version=2)
     with stage_of(recipe, tmp_path / "logs", engine) as stage:
         stage.run(go_on())
     for name in names:
-        [segment] = done[name].segments
+        [segment] = group.done[name].segments
         known = [token for turn in logs[name] for answer in turn.answers for token in answer.tokens]
         sampled, versions = segment.tokens[segment.loss_mask], segment.weight_versions[segment.loss_mask]
         assert sampled[: len(known)].tolist() == known
         assert versions.tolist() == [1] * len(known) + [2] * (len(sampled) - len(known))
         assert len(sampled) > len(known)
-        assert done[name].metadata["num_replayed_tokens"] == len(known)
+        assert group.done[name].metadata["num_replayed_tokens"] == len(known)
 
 
 @pytest.mark.full
 def test_an_environment_that_blocks_holds_up_the_episodes_of_its_own_worker_alone(stage):
+    stage.take_lags()
     blocked, awake = play(stage, "blocks", "is awake", step=2)
     assert blocked.status is awake.status is Status.completed
     assert blocked.scratch["pid"] != awake.scratch["pid"]
     assert awake.scratch["latest_s"] < 1.0
-    assert 1.5 < max(stage.lags_s) < 10
+    assert 1.5 < max(stage.take_lags()) < 10
     play(stage, "is awake", step=3)
-    assert max(stage.lags_s) < 1.5, "of the last rollout alone"
+    assert max(stage.take_lags()) < 1.5, "of the last rollout alone"
 
 
 def test_a_killed_worker_fails_its_episodes_and_is_started_again(stage, folder):
@@ -233,13 +235,14 @@ def test_a_scratch_that_cannot_be_sent_fails_its_trajectory(stage):
     assert plain.status is Status.completed
 
 
-def test_a_cancelled_rollout_closes_the_environments(stage, folder):
+def test_a_cancelled_rollout_closes_the_environments(stage, folder, monkeypatch):
     def cancel_once_open() -> None:
         if len(list(folder.iterdir())) == 3:
             raise StepDropped("enough")
 
+    monkeypatch.setattr(stage, "check", cancel_once_open)
     with pytest.raises(StepDropped):
-        stage.rollout(prompts(*["waits"] * 3), label="step_000007", check_cancelled=cancel_once_open)
+        play(stage, *["waits"] * 3, step=7)
     wait_until_closed(folder)
 
 

@@ -61,9 +61,7 @@ def vocab_size(model: Path) -> int:
 
 @pytest.fixture
 async def engines(fleet, model):
-    connect = partial(
-        SglangEngine, key=KEY, vocab_size=vocab_size(model), routed_experts_shape=(SIZE.layers, 2), retries=False
-    )
+    connect = partial(SglangEngine, key=KEY, vocab_size=vocab_size(model), routed_experts_shape=(SIZE.layers, 2))
     client = RoutedEngines(connect, fleet.engine_urls)
     yield client
     await client.aclose()

@@ -206,7 +206,10 @@ def test_an_engine_that_does_not_answer_is_left_out_and_the_others_count(broken,
         watched = CachePressure(RolloutConfig(), lambda: [bad, f"{url}/good"])
         watching = asyncio.create_task(watched.watch())
         try:
-            async with asyncio.timeout(5):
+            await asyncio.sleep(0.1)
+            assert watched.take() == {}, "nothing runs"
+            slots = watched.slots()
+            async with asyncio.timeout(5), slots:
                 while not (metrics := watched.take()):
                     await asyncio.sleep(0.01)
                 assert not watching.done()

@@ -10,11 +10,14 @@ from slimrl.base.errors import Preempted, RunError, StageError
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Prompt, Status
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
+from slimrl.rollout.pressure import CachePressure
 from slimrl.runtime import commands, start
+from slimrl.runtime import loop as loops
 from slimrl.runtime.cluster.actors import run
 from slimrl.runtime.cluster.processes import Processes
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
@@ -29,6 +32,7 @@ class Parts:
 
     layout = None
     num_replaced = 0
+    pressure = CachePressure(RolloutConfig(), lambda: ())
 
     def __init__(self, tmp_path: Path) -> None:
         self.recipe = Recipe(steps=4)
@@ -259,11 +263,11 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     learned = []
 
     class Learner:
-        def __init__(self, recipe, trainers, state, filters, critics) -> None:
-            assert (state.step, filters, critics) == (0, ["filter"], "critics")
+        def __init__(self, recipe, trainers, state, critics) -> None:
+            assert (state.step, critics) == (0, "critics")
 
-        def prepare(self, step, batch):
-            learned.append(("prepare", step.number, batch))
+        def prepare(self, step, selection):
+            learned.append(("prepare", step.number, selection))
             return "updates"
 
         def compute_inputs(self, step, updates):
@@ -275,6 +279,8 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     batch = [on_file(Status.completed)]
     ruled = []
     monkeypatch.setattr(commands, "Learner", Learner)
+    monkeypatch.setattr(commands, "GroupFilters", lambda names, filters: filters)
+    monkeypatch.setattr(loops, "select", lambda batch, algorithm, keeps, step: (batch, keeps, step))
     monkeypatch.setattr(commands, "read_trajectories", lambda path, vocab_size: batch)
     monkeypatch.setattr(commands, "read_hf_config", lambda folder: {"vocab_size": 100})
     monkeypatch.setattr(commands, "shape_rewards", lambda *given: ruled.append(given))
@@ -285,8 +291,8 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
         Path("r.yaml"), ["a=1"], trajectories=Path("t.jsonl"), steps=2, overwrite=True, ray_address="head:1"
     )
     assert learned == [
-        ("prepare", 1, batch), ("inputs", "updates"), ("train", "updates", True),
-        ("prepare", 2, batch), ("inputs", "updates"), ("train", "updates", False),
+        ("prepare", 1, (batch, ["filter"], 1)), ("inputs", "updates"), ("train", "updates", True),
+        ("prepare", 2, (batch, ["filter"], 2)), ("inputs", "updates"), ("train", "updates", False),
     ]  # fmt: skip
     assert ruled == [(batch, parts.recipe.algorithm)]
     read = {"train": False, "evaluate": False}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_learner import AnsweringTrainers, pairs, recipe
 
+from slimrl.algorithms.selection import Selection, select
 from slimrl.algorithms.values import value_objective
 from slimrl.base.errors import RunError
 from slimrl.config.schema.algorithm import KlEstimator, KlPlace
@@ -104,6 +105,10 @@ def with_critic(updates: int = 1, **critic) -> Recipe:
     return made
 
 
+def chosen(settings: Recipe, trajectories) -> Selection:
+    return select(trajectories, settings.algorithm, lambda group: True, step=STEP)
+
+
 class Run:
     """Both groups of ranks, and the learner that asks them."""
 
@@ -111,12 +116,12 @@ class Run:
         self.calls: list[str] = []
         self.policy = Ranks("policy", self.calls, skips=policy_skips, **policy)
         self.critic = CriticRanks(self.calls, skips=critic_skips)
-        self.state = RunState()
-        self.learner = Learner(settings, self.policy, self.state, [], self.critic)
+        self.settings, self.state = settings, RunState()
+        self.learner = Learner(settings, self.policy, self.state, self.critic)
 
     def step(self, trajectories=None, number: int = STEP, **options) -> Step:
         step = Step(number)
-        updates = self.learner.prepare(step, pairs("ab") if trajectories is None else trajectories)
+        updates = self.learner.prepare(step, chosen(self.settings, trajectories or pairs("ab")))
         self.learner.compute_inputs(step, updates)
         self.learner.train(step, updates, **options)
         return step
@@ -179,7 +184,7 @@ def test_the_critic_s_ranks_hold_the_policy_s_sequences_with_their_rewards_packe
     trajectories = pairs("abc")
     for segment in (segment for trajectory in trajectories for segment in trajectory.segments):
         segment.routed_experts = np.zeros((len(segment.tokens), 2, 1), np.int16)
-    policy = run.learner.prepare(Step(STEP), trajectories)
+    policy = run.learner.prepare(Step(STEP), chosen(settings, trajectories))
     assert [len(update.batch) for update in policy] == [1, 1]
     assert [len(update) for update in run.critic.packed] == [2, 2]
     for ours, critics in zip(policy, run.critic.packed, strict=True):

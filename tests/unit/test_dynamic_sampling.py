@@ -1,139 +1,193 @@
-"""The rollouts of a step with a stage that only answers: what is asked for, what is kept, and what is saved."""
+"""The rollouts of synchronous steps whose episodes take no time: what is asked for, what is kept, what is saved."""
 
 import copy
+import json
 import math
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from instant_stage import InstantStage
 
 from slimrl.algorithms.prompt_values import PromptValues
-from slimrl.base.errors import StepDropped
+from slimrl.base.errors import RunError, StepDropped
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
-from slimrl.rollout.dynamic_sampling import StepSampler
+from slimrl.data.trajectory import Prompt
+from slimrl.rollout import service as service_module
+from slimrl.rollout.group_filters import GroupFilters
+from slimrl.rollout.group_ledger import GroupLedger
+from slimrl.rollout.prompt_source import PromptSource
+from slimrl.rollout.service import RolloutService, StepRollout
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=None) for i in range(12)]
 
 
-class Stage:
-    """Two trajectories of each prompt; their rewards differ for the prompts of `useful`, else they are 0."""
+class Steps:
+    """A service that has taken no step yet, and what it works with."""
 
-    def __init__(self, useful=()) -> None:
-        self.useful = set(useful)
-        self.asked: list[tuple[str, list[str], int]] = []
-        self.dropped_in = ""
+    def __init__(self, folder: Path, useful=(), *, step=1, keeps=lambda group: True, tried=None, **settings) -> None:
+        """
+        Args:
+            useful: ids of the prompts whose two trajectories have different rewards.
+            step: the first one.
+        """
+        self.stage = InstantStage(lambda prompt, name: float(name.endswith("/000") and prompt.prompt_id in useful))
+        recipe = Recipe()
+        recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt = 3, 2
+        recipe.algorithm.dynamic_sampling = DynamicSamplingConfig(**settings)
+        self.data = Sampler(PROMPTS, seed=0, shuffle=False)
+        self.tried: dict[str, list[float]] = {} if tried is None else tried
+        self.ledger = folder / "groups.jsonl"
+        source = PromptSource(recipe, self.data, PROMPTS, self.tried)
+        self.stage.__enter__()
+        self.service = RolloutService(recipe, source, PROMPTS, self.stage, keeps, GroupLedger(self.ledger))  # type: ignore[arg-type]
+        self.service.start(step - 1, 0, None)
 
-    def rollout(self, prompts, *, label, check_cancelled, earlier=()):
-        self.asked.append((label, [prompt.prompt_id for prompt in prompts], len(earlier)))
-        if label == self.dropped_in:
-            raise StepDropped
-        return [
-            Trajectory(
-                group_id=prompt.prompt_id,
-                trajectory_id=f"{label}/{prompt.prompt_id}/{sample}",
-                segments=[
-                    Segment(
-                        tokens=np.zeros(2, np.int32),
-                        loss_mask=np.array([False, True]),
-                        rollout_logprobs=np.zeros(2, np.float32),
-                        weight_versions=np.zeros(2, np.int32),
-                        turn_ids=np.array([-1, 0], np.int16),
-                    )
-                ],
-                status=Status.completed,
-                reward=float(sample == 0 and prompt.prompt_id in self.useful),
-            )
-            for prompt in prompts
-            for sample in range(2)
-        ]
+    def rollout(self) -> StepRollout:
+        return self.service.take(self.stage.check)
+
+    def lines(self) -> list[tuple[int, int, str, str]]:
+        """Step, number, prompt and end of each line of the ledger."""
+        lines = map(json.loads, self.ledger.read_text().splitlines())
+        return [(line["step"], line["group"], line["prompt_id"], line["end"]) for line in lines]
 
 
-def sampler_of(stage: Stage, *, keeps=lambda group: True, tried=None, **settings) -> SimpleNamespace:
-    recipe = Recipe()
-    recipe.rollout.prompts_per_step = 3
-    recipe.algorithm.dynamic_sampling = DynamicSamplingConfig(**settings)
-    data = Sampler(PROMPTS, seed=0, shuffle=False)
-    tried = {} if tried is None else tried
-    made = StepSampler(recipe, data, PROMPTS, stage, keeps, tried)
-    return SimpleNamespace(rollout=lambda step=1: made.rollout(step, lambda: None), data=data, tried=tried)
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Steps]]:
+    monkeypatch.setattr(service_module, "POLL_S", 0.05)
+    made: list[Steps] = []
+
+    def make(*useful, **how) -> Steps:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Steps(folder, useful, **how))
+        return made[-1]
+
+    yield make
+    for steps in made:
+        steps.stage.__exit__()
 
 
-def test_off_asks_once_and_keeps_everything():
-    stage = Stage(["p1"])
-    batch = sampler_of(stage).rollout()
-    assert stage.asked == [("step_000001", ["p0", "p1", "p2"], 0)]
-    assert batch.kept is batch.sampled
-    assert (len(batch.kept), batch.metrics) == (6, {})
+def kept(batch: StepRollout) -> list[str]:
+    return [t.group_id for t in batch.selection.trajectories]
 
 
-def test_zero_variance_groups_are_replaced_by_the_next_prompts_until_enough_are_useful():
-    stage = Stage(["p1", "p4", "p6", "p7"])
-    sampler = sampler_of(stage, refill=RefillMode.order)
-    batch = sampler.rollout(5)
-    assert stage.asked == [
-        ("step_000005", ["p0", "p1", "p2"], 0),
-        ("step_000005/refill_1", ["p3", "p4"], 6),
-        ("step_000005/refill_2", ["p5"], 10),
-        ("step_000005/refill_3", ["p6"], 12),
+def test_off_asks_once_and_keeps_everything(begin):
+    steps = begin("p1")
+    batch = steps.rollout()
+    assert steps.stage.asked == [("step_000001", ["p0", "p1", "p2"])]
+    assert batch.selection.trajectories == batch.sampled
+    assert (len(batch.sampled), batch.metrics, batch.selection.zero_variance_fraction) == (6, {}, 2 / 3)
+    assert [t.trajectory_id for t in batch.sampled][:3] == [
+        "step_000001/00000/000", "step_000001/00000/001", "step_000001/00001/000",
+    ]  # fmt: skip
+
+
+def test_nothing_begins_between_two_steps_and_the_next_one_has_numbers_of_its_own(begin):
+    steps = begin("p1", "p4")
+    steps.rollout()
+    steps.service.advance(0)
+    assert len(steps.stage.asked) == 1
+    assert kept(steps.rollout()) == ["p3", "p3", "p4", "p4", "p5", "p5"]
+    assert steps.stage.asked[1:] == [("step_000002", ["p3", "p4", "p5"])]
+    assert steps.stage.flushed == [0, 1]
+    assert steps.lines() == [
+        (step, number, f"p{3 * step - 3 + number}", "taken") for step in (1, 2) for number in range(3)
     ]
-    assert [t.group_id for t in batch.kept] == ["p1", "p1", "p4", "p4", "p6", "p6"]
-    assert len(batch.sampled) == 14
+
+
+def test_zero_variance_groups_are_replaced_by_the_next_prompts_until_enough_are_useful(begin):
+    steps = begin("p1", "p4", "p6", "p7", step=5, refill=RefillMode.order)
+    batch = steps.rollout()
+    assert steps.stage.asked == [
+        ("step_000005", ["p0", "p1", "p2"]),
+        ("step_000005/refill_1", ["p3", "p4"]),
+        ("step_000005/refill_2", ["p5"]),
+        ("step_000005/refill_3", ["p6"]),
+    ]
+    assert steps.stage.flushed == [0, 1, 2, 3], "before each of them"
+    assert kept(batch) == ["p1", "p1", "p4", "p4", "p6", "p6"]
+    assert [t.group_id for t in batch.sampled] == [f"p{n}" for n in range(7) for _ in range(2)]
+    assert batch.sampled[-2].trajectory_id == "step_000005/refill_3/00000/000"
     assert batch.metrics == {
         "rollout/refills": 3, "rollout/groups_sampled": 7, "rollout/groups_useful": 3, "rollout/groups_kept": 3,
     }  # fmt: skip
-    assert sampler.data.state()["index"] == 7
-    assert sampler.tried == {}
+    assert steps.data.state()["index"] == 7
+    assert steps.tried == {}
+    ends = ["filtered", "taken", "filtered", "filtered", "taken", "filtered", "taken"]
+    assert steps.lines() == [(5, number, f"p{number}", end) for number, end in enumerate(ends)]
 
 
-def test_a_step_has_fewer_groups_after_the_last_refill():
-    stage = Stage(["p4"])
-    batch = sampler_of(stage, refill=RefillMode.order, max_refills=1).rollout()
-    assert [len(prompts) for _, prompts, _ in stage.asked] == [3, 3]
-    assert [t.group_id for t in batch.kept] == ["p4", "p4"]
+def test_a_step_has_fewer_groups_after_the_last_refill(begin):
+    steps = begin("p4", refill=RefillMode.order, max_refills=1)
+    batch = steps.rollout()
+    assert [len(prompts) for _, prompts in steps.stage.asked] == [3, 3]
+    assert kept(batch) == ["p4", "p4"]
     assert batch.metrics["rollout/groups_kept"] == 1
 
 
-def test_oversampling_asks_for_more_and_the_first_groups_in_order_are_kept():
-    stage = Stage(["p0", "p2", "p3", "p4"])
-    batch = sampler_of(stage, refill=RefillMode.order, oversampling=1.5).rollout()
-    assert [prompts for _, prompts, _ in stage.asked] == [["p0", "p1", "p2", "p3", "p4"]]
-    assert [t.group_id for t in batch.kept] == ["p0", "p0", "p2", "p2", "p3", "p3"]
+def test_oversampling_asks_for_more_and_the_first_groups_in_order_are_kept(begin):
+    steps = begin("p0", "p2", "p3", "p4", refill=RefillMode.order, oversampling=1.5)
+    batch = steps.rollout()
+    assert [prompts for _, prompts in steps.stage.asked] == [["p0", "p1", "p2", "p3", "p4"]]
+    assert kept(batch) == ["p0", "p0", "p2", "p2", "p3", "p3"]
     assert (batch.metrics["rollout/groups_useful"], batch.metrics["rollout/groups_kept"]) == (4, 3)
+    assert [end for *_, end in steps.lines()] == ["taken", "filtered", "taken", "taken", "filtered"]
+    steps.service.advance(1)
+    assert not steps.service._groups, "they would be of an older policy"
 
 
-def test_a_group_that_the_tasks_filter_refuses_is_replaced_too():
-    stage = Stage([prompt.prompt_id for prompt in PROMPTS])
-    sampler = sampler_of(stage, refill=RefillMode.order, keeps=lambda group: group[0].group_id != "p1")
-    assert [t.group_id for t in sampler.rollout().kept] == ["p0", "p0", "p2", "p2", "p3", "p3"]
+def test_a_group_that_the_tasks_filter_refuses_is_replaced_too_and_each_is_asked_about_once(begin):
+    asked: list[str] = []
+
+    def keeps(group) -> bool:
+        asked.append(group[0].group_id)
+        return group[0].group_id != "p1"
+
+    steps = begin(*(prompt.prompt_id for prompt in PROMPTS), refill=RefillMode.order, keeps=keeps)
+    assert kept(steps.rollout()) == ["p0", "p0", "p2", "p2", "p3", "p3"]
+    assert sorted(asked) == ["p0", "p1", "p2", "p3"]
 
 
-def test_replacements_by_value_are_new_prompts_of_the_step_and_results_are_counted_at_its_end():
-    stage = Stage(["p1"])
-    sampler = sampler_of(stage, refill=RefillMode.value, max_refills=20)
-    batch = sampler.rollout()
-    asked = [name for _, prompts, _ in stage.asked for name in prompts]
+def test_a_filter_that_fails_ends_the_step_and_is_named(begin):
+    steps = begin(keeps=GroupFilters(["task:keep"], [lambda group: 1 / 0]))
+    with pytest.raises(RunError, match="task:keep failed on p2: ZeroDivisionError"):
+        steps.rollout()
+
+
+def test_replacements_by_value_are_new_prompts_of_the_step_and_results_are_counted_at_its_end(begin):
+    steps = begin("p1", refill=RefillMode.value, max_refills=20)
+    batch = steps.rollout()
+    asked = [name for _, prompts in steps.stage.asked for name in prompts]
     # Every prompt once, and then none is left.
     assert sorted(asked) == sorted(prompt.prompt_id for prompt in PROMPTS)
-    assert sampler.data.state()["index"] == 3
-    assert sampler.tried == {name: [1.0, 0.5 if name == "p1" else 0.0] for name in asked}
-    assert batch.metrics["rollout/refills"] == len(stage.asked) - 1
+    assert steps.data.state()["index"] == 3
+    assert steps.tried == {name: [1.0, 0.5 if name == "p1" else 0.0] for name in asked}
+    assert batch.metrics["rollout/refills"] == len(steps.stage.asked) - 1
 
 
-def test_a_dropped_step_leaves_no_results_and_the_next_attempt_draws_the_same():
-    stage = Stage(["p1"])
+def test_a_prompt_that_comes_twice_in_a_step_makes_two_groups(begin):
+    steps = begin("p0", "p1", refill=RefillMode.order, max_refills=20)
+    batch = steps.rollout()
+    assert kept(batch) == ["p0", "p0", "p1", "p1", "p0", "p0"]
+    assert (batch.selection.num_groups, batch.metrics["rollout/groups_sampled"]) == (3, 13)
+    assert np.abs(batch.selection.advantages) == pytest.approx([2**-0.5] * 6, rel=1e-5)
+
+
+def test_a_dropped_step_leaves_no_results_and_nothing_that_runs_and_the_next_attempt_draws_the_same(begin):
     tried = {"p3": [1.0, 0.5]}
-    before = copy.deepcopy(tried)
-    sampler = sampler_of(stage, refill=RefillMode.value, tried=tried)
-    stage.dropped_in = "step_000002/refill_2"
+    steps = begin("p1", step=2, refill=RefillMode.value, tried=copy.deepcopy(tried))
+    steps.stage.dropped_in = "step_000002/refill_2"
     with pytest.raises(StepDropped):
-        sampler.rollout(2)
-    assert tried == before
-    again = Stage(["p1"])
-    sampler_of(again, refill=RefillMode.value, tried=copy.deepcopy(before)).rollout(2)
-    assert again.asked[:3] == stage.asked
+        steps.rollout()
+    assert steps.stage.cancelled == ["step_000002/refill_2"]
+    assert steps.tried == tried
+    again = begin("p1", step=2, refill=RefillMode.value, tried=tried)
+    again.rollout()
+    assert again.stage.asked[:3] == steps.stage.asked
 
 
 def values_of(tried: dict[str, list[float]], **settings) -> PromptValues:

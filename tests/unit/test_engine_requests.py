@@ -8,10 +8,10 @@ import pytest
 from engine_server import EngineServer, serving
 
 from slimrl.data.engine import EngineError, GenerateRequest
-from slimrl.engines import client
+from slimrl.engines import retries
 from slimrl.engines.client import SglangEngine
+from slimrl.engines.lockstep import LockstepEngine
 from slimrl.engines.routing import RoutedEngines
-from slimrl.engines.servers.ports import free_ports
 
 
 @pytest.fixture
@@ -36,7 +36,21 @@ async def connect() -> AsyncIterator[Callable[[str], SglangEngine]]:
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(retries, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
+
+
+@pytest.fixture
+async def routed(connect) -> AsyncIterator[Callable[[str], RoutedEngines]]:
+    """The only engine that there is, with retries."""
+    made = []
+
+    def begin(url: str) -> RoutedEngines:
+        made.append(RoutedEngines(connect, [url]))
+        return made[-1]
+
+    yield begin
+    for engines in made:
+        await engines.aclose()
 
 
 def ask(session: str = "s", timeout_s: float = 20.0) -> GenerateRequest:
@@ -46,9 +60,9 @@ def ask(session: str = "s", timeout_s: float = 20.0) -> GenerateRequest:
     )  # fmt: skip
 
 
-async def test_what_is_not_answered_by_the_deadline_is_aborted_and_not_asked_again(server: EngineServer, connect):
+async def test_what_is_not_answered_by_the_deadline_is_aborted_and_not_asked_again(server: EngineServer, routed):
     server.script = ["hang"]
-    engine = connect(server.url)
+    engine = routed(server.url)
     with pytest.raises(EngineError, match=r"session late: no answer within 0\.1 s"):
         await engine.generate(ask("late", timeout_s=0.1))
     await engine.aclose()
@@ -95,9 +109,9 @@ async def test_what_was_answered_is_not_aborted(server: EngineServer, connect):
 
 
 @pytest.mark.parametrize("failure", ["cut off", 500, 502, 503])
-async def test_a_request_that_nobody_answered_is_sent_again_under_the_same_seed(server: EngineServer, connect, failure):
+async def test_a_request_that_nobody_answered_is_sent_again_under_the_same_seed(server: EngineServer, routed, failure):
     server.script = [failure, failure]
-    engine = connect(server.url)
+    engine = routed(server.url)
     result = await engine.generate(ask())
     await engine.aclose()
     assert (result.tokens, result.num_retries) == ([7], 2)
@@ -107,34 +121,35 @@ async def test_a_request_that_nobody_answered_is_sent_again_under_the_same_seed(
     assert set(server.aborted) == set(server.rids[:2] if failure == "cut off" else [])
 
 
-async def test_a_batch_is_sent_again_as_a_whole(server: EngineServer, connect):
+async def test_a_round_in_lockstep_is_sent_again_as_a_whole_before_its_deadline(server: EngineServer, connect):
     server.script = ["cut off"]
-    results = await connect(server.url).generate_batch([ask("a"), ask("b")])
+    engine = LockstepEngine([connect(server.url)])
+    engine.open(["a", "b"], at_once=2)
+    results = await asyncio.gather(engine.generate(ask("a")), engine.generate(ask("b")))
     assert [result.num_retries for result in results] == [1, 1]
     assert [len(rids) for rids in server.rids] == [2, 2]
+    server.script = ["hang"]
+    late = asyncio.gather(*(engine.generate(ask(name, 0.1)) for name in ("a", "b")), return_exceptions=True)
+    assert [str(error) for error in await late] == ["session a: no answer within 0.1 s"] * 2
+    await engine.aclose()
+    assert sorted(server.aborted) == sorted(server.rids[0] + server.rids[2])
 
 
 @pytest.mark.parametrize("status", [400, 404, 504])
-async def test_a_refusal_is_not_asked_again(server: EngineServer, connect, status: int):
+async def test_a_refusal_is_not_asked_again(server: EngineServer, routed, status: int):
     server.script = [status]
     with pytest.raises(EngineError, match=rf"session s: {status} .*not now"):
-        await connect(server.url).generate(ask())
+        await routed(server.url).generate(ask())
     assert len(server.bodies) == 1
 
 
-async def test_the_last_failure_is_what_is_told(server: EngineServer, connect):
+async def test_the_last_failure_is_what_is_told(server: EngineServer, routed, monkeypatch: pytest.MonkeyPatch):
     server.script = [503, 503, "cut off", 502]
     with pytest.raises(EngineError, match="session s: 502"):
-        await connect(server.url).generate(ask())
-    (nobody,) = free_ports(1)
-    with pytest.raises(EngineError, match="ClientConnectorError"):
-        await connect(f"http://127.0.0.1:{nobody}").generate(ask())
-
-
-async def test_the_deadline_is_of_all_attempts_together(monkeypatch: pytest.MonkeyPatch, server: EngineServer, connect):
-    monkeypatch.setattr(client, "RETRY_DELAYS_S", (60.0,))
+        await routed(server.url).generate(ask())
+    monkeypatch.setattr(retries, "RETRY_DELAYS_S", (60.0,))
     server.script = [503]
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"no answer within 0\.2 s"):
-        await connect(server.url).generate(ask(timeout_s=0.2))
+    with pytest.raises(EngineError, match=r"session s: no answer within 0\.2 s: http://.*503 .*not now"):
+        await routed(server.url).generate(ask(timeout_s=0.2))
     assert time.monotonic() - start < 5

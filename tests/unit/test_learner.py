@@ -1,6 +1,8 @@
 """The learning half of a step with a trainer that only answers: what it is asked, what is recorded, when it stops."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +11,15 @@ import pytest
 from slimrl.algorithms.cross_batch_sums import remote_sums, set_remote
 from slimrl.algorithms.mismatch import report_logprobs
 from slimrl.algorithms.objective import policy_objective
+from slimrl.algorithms.selection import select
 from slimrl.base.errors import RunError
 from slimrl.config.schema.algorithm import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.rollout.group_filters import GroupFilters
 from slimrl.runtime.learner import Learner
+from slimrl.runtime.loop import train_on_file
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
 
@@ -145,8 +150,8 @@ def recipe(updates: int = 1, **trainer) -> Recipe:
 
 def learn(trainers, settings, trajectories, state=None, **options) -> tuple[Step, list]:
     """One step of the learner; the step with its metrics, and the updates that were made."""
-    learner, step = Learner(settings, trainers, state or RunState(), []), Step(4)
-    updates = learner.prepare(step, trajectories)
+    learner, step = Learner(settings, trainers, state or RunState()), Step(4)
+    updates = learner.prepare(step, select(trajectories, settings.algorithm, lambda group: True, step=4))
     learner.compute_inputs(step, updates)
     learner.train(step, updates, **options)
     return step, updates
@@ -156,25 +161,38 @@ def pairs(groups: str, **options) -> list[Trajectory]:
     return [trajectory(group, sample, **options) for group in groups for sample in range(2)]
 
 
-def test_a_group_is_trained_on_where_every_filter_keeps_it():
-    settings, asked = recipe(), []
-    settings.reward.group_filters = ["task:not_a", "task:not_b"]
+class OneStep:
+    """A run of one step."""
+
+    def __init__(self, settings: Recipe) -> None:
+        self.recipe, self.should_continue = settings, True
+
+    @contextmanager
+    def next_step(self) -> Iterator[Step]:
+        yield Step(1)
+        self.should_continue = False
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+def test_a_group_of_a_file_is_trained_on_where_every_filter_keeps_it():
+    settings, asked, trainers = recipe(), [], AnsweringTrainers()
 
     def refuses(name):
         return lambda group: asked.append((name, group[0].group_id)) or group[0].group_id != name
 
-    learner = Learner(settings, AnsweringTrainers(), RunState(), [refuses("a"), refuses("b")])
-    (update,) = learner.prepare(Step(1), pairs("abc"))
-    assert update.num_trajectories == 2
+    keeps = GroupFilters(["task:not_a", "task:not_b"], [refuses("a"), refuses("b")])
+    train_on_file(OneStep(settings), Learner(settings, trainers, RunState()), pairs("abc"), keeps)
+    assert [update.denominator for update in trainers.updates] == [2]
     assert asked == [("a", "a"), ("a", "b"), ("b", "b"), ("a", "c"), ("b", "c")]
 
 
 def test_a_group_filter_that_fails_is_named():
     settings = recipe()
-    settings.reward.group_filters = ["task:keep"]
-    learner = Learner(settings, AnsweringTrainers(), RunState(), [lambda group: 1 / 0])
+    learner, mixed = Learner(settings, AnsweringTrainers(), RunState()), [trajectory("mixed", n) for n in range(2)]
     with pytest.raises(RunError, match="task:keep failed on mixed: ZeroDivisionError"):
-        learner.prepare(Step(1), [trajectory("mixed", sample) for sample in range(2)])
+        train_on_file(OneStep(settings), learner, mixed, GroupFilters(["task:keep"], [lambda group: 1 / 0]))
 
 
 def test_an_update_is_divided_by_its_trajectories_and_works_at_the_temperature_of_the_rollout():

@@ -24,9 +24,8 @@ from slimrl.observability.profiling.tables import PHASES
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
-from slimrl.rollout import dynamic_sampling
-from slimrl.rollout.dynamic_sampling import StepRollout
 from slimrl.rollout.pressure import CachePressure
+from slimrl.rollout.service import StepRollout
 from slimrl.runtime import train_run
 from slimrl.runtime.background_evaluation import Evaluated
 from slimrl.runtime.loop import train
@@ -51,15 +50,13 @@ class Stages:
         self.asked_in = ""
         self.lost_in = ""
         """The evaluation in which the last engine ends and is restarted"""
-        self.scoring = ScoringTimes()
-        self.lags_s: list[float] = []
         self.pressure = CachePressure(RolloutConfig(), lambda: ())
 
     def take_lags(self):
         return []
 
     def take_scoring(self):
-        return self.scoring
+        return ScoringTimes()
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -75,14 +72,8 @@ class Stages:
         assert names == {"engine 0"}
         self.need_weights = False
 
-    def rollout(self, prompts, *, label, check_cancelled):
-        self._note(f"rollout {label} of {', '.join(prompt.prompt_id for prompt in prompts)}")
-        check_cancelled()
-        time.sleep(0.002)
-        return ["a trajectory"]
-
-    def prepare(self, step, trajectories):
-        assert trajectories == ["a trajectory"]
+    def prepare(self, step, selection):
+        assert selection == "a selection"
         self._note("prepare")
         return ["an update"]
 
@@ -157,16 +148,41 @@ def recipe_of(steps: int, *, every: int = 0, **evaluation) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(*_: object) -> None:
-        pass
-
-    monkeypatch.setattr(dynamic_sampling, "shape_rewards", nothing)
     monkeypatch.setattr(train_run, "rollout_metrics", lambda trajectories, seconds: {"rollout/trajectories": 1})
     monkeypatch.setattr(train_run, "teacher_metrics", lambda trajectories, times: {})
     monkeypatch.setattr(train_run, "environment_metrics", lambda trajectories: {})
     monkeypatch.setattr(train_run, "write_samples", lambda path, trajectories, limit: None)
     monkeypatch.setattr(train_run, "write_curve", lambda files, path, *, title: path.touch())
-    monkeypatch.setattr(train_run.GroupLedger, "add_rollout", nothing)
+
+
+def batch_of(**metrics: float) -> StepRollout:
+    return StepRollout(sampled=["a trajectory"], selection="a selection", metrics=metrics, seconds=0.002)  # type: ignore[arg-type, list-item]
+
+
+class InSteps:
+    """A rollout of synchronous steps, of two prompts each."""
+
+    def __init__(self, stages: Stages, data: Sampler[Prompt]) -> None:
+        self.stages, self.data = stages, data
+
+    def start(self, step, weight_version, saved):
+        assert saved is None
+        self.step = step
+
+    def hold(self, held):
+        pass
+
+    def advance(self, weight_version):
+        self.step += 1
+
+    def position(self):
+        return self.data.state()
+
+    def take(self, check):
+        prompts = ", ".join(prompt.prompt_id for prompt in self.data.take(2))
+        self.stages._note(f"rollout step_{self.step + 1:06d} of {prompts}")
+        check()
+        return batch_of()
 
 
 def saved_state(folder: RunFolder) -> RunState:
@@ -212,7 +228,7 @@ def play(
             preemption=stages,
         )
         run.learner = stages
-        run._service = service
+        run._service = service or InSteps(stages, prompts)
         train(run)
     return folder
 
@@ -442,13 +458,12 @@ def test_a_run_on_several_files_has_the_reward_of_each(tmp_path: Path, monkeypat
     assert both.keys() - alone.keys() == {"reward/source/train", "reward/source/gsm8k"}
 
 
-def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tmp_path: Path, monkeypatch):
+def test_what_a_rollout_earned_is_measured_and_sampled_as_the_recipe_says(tmp_path: Path, monkeypatch):
     seen = []
 
     def noted(name, result=None):
         return lambda *given, **named: seen.append((name, *given)) or result
 
-    monkeypatch.setattr(dynamic_sampling, "shape_rewards", noted("rule"))
     monkeypatch.setattr(train_run, "rollout_metrics", noted("figures", {"rollout/tokens": 5}))
     monkeypatch.setattr(train_run, "teacher_metrics", lambda trajectories, times: {})
     monkeypatch.setattr(train_run, "environment_metrics", lambda trajectories: {})
@@ -457,12 +472,7 @@ def test_what_a_rollout_earned_is_cut_measured_and_sampled_as_the_recipe_says(tm
     recipe.tracking.trajectories_per_step = 3
     folder = play(recipe, Stages(), tmp_path)
     batch = ["a trajectory"]
-    assert seen == [
-        ("rule", batch, recipe.algorithm),
-        ("figures", batch, seen[1][2]),
-        ("samples", folder.sample_file(1), batch, 3),
-    ]
-    assert 0.002 <= seen[1][2] < 60
+    assert seen == [("figures", batch, 0.002), ("samples", folder.sample_file(1), batch, 3)]
     assert lines(folder)[1]["rollout/tokens"] == 5
 
 
@@ -498,7 +508,7 @@ class Beside:
         self.stages.asked = self.num_taken == self.asked_at
         check()
         figures = {"async/current_token_fraction": 1.0, "async/dropped_groups": self.dropped.get(self.num_taken, 0)}
-        return StepRollout(sampled=["a trajectory"], kept=["a trajectory"], metrics=figures)  # type: ignore[list-item]
+        return batch_of(**figures)
 
     def save(self, folder: Path):
         folder.mkdir()
@@ -507,9 +517,8 @@ class Beside:
 
 
 def test_what_ended_since_the_step_s_checkpoint_is_saved_when_a_wait_for_groups_is_preempted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ):
-    monkeypatch.delattr(train_run, "StepSampler")  # steps that sample their own groups
     stages, recipe = Stages(), recipe_of(3, every=1)
     recipe.rollout.mode = RolloutMode.async_
     folder = play(recipe, stages, tmp_path, service=Beside(stages))
@@ -520,8 +529,7 @@ def test_what_ended_since_the_step_s_checkpoint_is_saved_when_a_wait_for_groups_
     assert stages.calls[-2:] == ["checkpoint", "checkpoint"]
 
 
-def test_the_terminal_says_how_many_groups_a_step_has_lost_by_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(train_run, "StepSampler")  # steps that sample their own groups
+def test_the_terminal_says_how_many_groups_a_step_has_lost_by_age(tmp_path: Path):
     stages, recipe = Stages(), recipe_of(3)
     recipe.rollout.mode = RolloutMode.async_
     folder = play(recipe, stages, tmp_path, service=Beside(stages, asked_at=9, dropped=[0, 4]))
@@ -531,9 +539,8 @@ def test_the_terminal_says_how_many_groups_a_step_has_lost_by_age(tmp_path: Path
 
 
 def test_an_evaluation_in_which_the_last_engine_ends_goes_on_with_the_same_weights_on_the_one_that_replaces_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ):
-    monkeypatch.delattr(train_run, "StepSampler")  # steps that sample their own groups
     stages, recipe = Stages(), recipe_of(1, at_end=True)
     recipe.rollout.mode, stages.lost_in = RolloutMode.async_, "eval_000001"
     service = Beside(stages, asked_at=9)

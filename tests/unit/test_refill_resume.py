@@ -9,62 +9,39 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from instant_stage import InstantStage
 
-from slimrl.base.errors import StepDropped
 from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.run import WandbMode
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
-from slimrl.engines.teacher import ScoringTimes
+from slimrl.data.trajectory import Prompt
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
-from slimrl.rollout.pressure import CachePressure
+from slimrl.rollout import service
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 from slimrl.runtime.train_run import TrainRun
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=None) for i in range(40)]
-COUNTS = {"num_turns": 1, "num_tool_calls": 0, "num_tool_errors": 0, "num_malformed_calls": 0, "num_retries": 0}
 
 
-class Stage:
-    """A third of all samples are right, which ones follows from their ids alone."""
-
-    def __init__(self, dropped_in: str = "") -> None:
-        self.dropped_in = dropped_in
-        self.scoring = ScoringTimes()
-        self.lags_s: list[float] = []
-        self.pressure = CachePressure(RolloutConfig(), lambda: ())
-        self.asked: list[tuple[str, list[str]]] = []
-
-    def rollout(self, prompts, *, label, check_cancelled, earlier=()):
-        self.asked.append((label, [prompt.prompt_id for prompt in prompts]))
-        if label == self.dropped_in:
-            raise StepDropped
-        return [self._answer(prompt, f"{label}/{prompt.prompt_id}/{i}") for prompt in prompts for i in range(2)]
-
-    def _answer(self, prompt: Prompt, name: str) -> Trajectory:
-        segment = Segment(
-            tokens=np.zeros(2, np.int32), loss_mask=np.array([False, True]),
-            rollout_logprobs=np.zeros(2, np.float32), weight_versions=np.zeros(2, np.int32),
-            turn_ids=np.array([-1, 0], np.int16),
-        )  # fmt: skip
-        right = derive_seed(name) % 3 == 0
-        return Trajectory(
-            group_id=prompt.prompt_id, trajectory_id=name, segments=[segment], status=Status.completed,
-            reward=float(right), metadata=dict(COUNTS), measured={STARTED_AT: 3.0, ENDED_AT: 3.0 + len(self.asked)},
-        )  # fmt: skip
+def stage_of(dropped_in: str = "") -> InstantStage:
+    """Half of all samples are right, which ones follows from their ids alone."""
+    return InstantStage(lambda prompt, name: float(derive_seed(prompt.prompt_id, name) % 2), dropped_in)
 
 
-def play(where: Path, stage: Stage, refill: RefillMode, *, until: int, resume: bool = False) -> RunState:
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "POLL_S", 0.05)
+
+
+def play(where: Path, stage: InstantStage, refill: RefillMode, *, until: int, resume: bool = False) -> RunState:
     """Steps up to `until` or to one that is dropped, each with a checkpoint; returns what the last one holds."""
     recipe = Recipe()
     recipe.run.name, recipe.steps = "run", 9
-    recipe.rollout.prompts_per_step, recipe.rollout.num_engines = 3, 1
+    recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.rollout.num_engines = 3, 2, 1
     recipe.checkpoint.every_steps = 1
     recipe.tracking.wandb = WandbMode.disabled
     recipe.algorithm.dynamic_sampling = DynamicSamplingConfig(refill=refill, oversampling=1.5)
@@ -75,20 +52,23 @@ def play(where: Path, stage: Stage, refill: RefillMode, *, until: int, resume: b
         data.restore(state.cursor)
     trainers = SimpleNamespace(role="trainer", save_checkpoint=lambda path: path.mkdir() or {})
     silent = SimpleNamespace(summary=lambda step, metrics: None, say=lambda text: None)
-    with Trackers(folder, recipe.tracking, {}, keep_through_step=state.step if resume else -1) as trackers:
+    with stage, Trackers(folder, recipe.tracking, {}, keep_through_step=state.step if resume else -1) as trackers:
         run = TrainRun(
-            recipe=recipe, folder=folder, trainers=trainers, engines=SimpleNamespace(), stage=stage, data=data,
+            recipe=recipe, folder=folder, trainers=trainers, engines=SimpleNamespace(need_weights=False),
+            stage=stage, data=data,
             task=SimpleNamespace(
                 group_filters=[], train={"train": PROMPTS}, eval_sets={}, rewards=SimpleNamespace(parts=())
             ),
             trackers=trackers, progress=silent, state=state,
             preemption=SimpleNamespace(check=lambda: None, asked=False),
         )  # fmt: skip
+        run._service.start(state.step, 0, None)
         while state.step < until:
             before = state.step
             with run.next_step() as step:
-                kept = run.rollout(step)
-                assert len({t.group_id for t in kept}) == step.metrics["rollout/groups_kept"] <= 3
+                selection = run.rollout(step)
+                assert selection.num_groups == step.metrics["rollout/groups_kept"] <= 3
+                run._service.advance(0)
             if state.step == before:
                 break
             run.save_checkpoint()
@@ -96,17 +76,17 @@ def play(where: Path, stage: Stage, refill: RefillMode, *, until: int, resume: b
 
 
 def ledger(where: Path) -> list[dict[str, Any]]:
-    """Without the times of the ends."""
+    """Without the times of the begins."""
     lines = [json.loads(line) for line in (where / "run" / "groups.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "ended"} for line in lines]
+    return [{name: value for name, value in line.items() if name != "begun"} for line in lines]
 
 
 @pytest.mark.parametrize("refill", [RefillMode.order, RefillMode.value])
 def test_a_resumed_run_asks_for_the_prompts_that_an_uninterrupted_one_does(tmp_path: Path, refill: RefillMode):
-    whole = Stage()
+    whole = stage_of()
     expected = play(tmp_path / "whole", whole, refill, until=6)
     assert any("refill" in label for label, _ in whole.asked)
-    first, second = Stage(), Stage()
+    first, second = stage_of(), stage_of()
     play(tmp_path / "cut", first, refill, until=3)
     assert play(tmp_path / "cut", second, refill, until=6, resume=True) == expected
     assert first.asked + second.asked == whole.asked
@@ -117,19 +97,20 @@ def test_a_resumed_run_asks_for_the_prompts_that_an_uninterrupted_one_does(tmp_p
     taken = Counter(line["step"] for line in lines if line["end"] == "taken")
     assert taken == {step: 3 for step in range(1, 7)}
     assert {line["end"] for line in lines} == {"taken", "filtered"}
-    assert all((line["begun"], line["started"], line["tokens"]) == (3.0, [3.0] * 2, [1, 1]) for line in lines)
+    assert all((line["started"], line["ended"], line["tokens"]) == ([3.0] * 2, [4.0] * 2, [1, 1]) for line in lines)
     assert all(line["updates"] == [line["step"] - 1] for line in lines)
 
 
 @pytest.mark.parametrize("refill", [RefillMode.order, RefillMode.value])
 def test_a_step_that_is_dropped_in_a_refill_is_repeated_whole(tmp_path: Path, refill: RefillMode):
-    whole = Stage()
+    whole = stage_of()
     expected = play(tmp_path / "whole", whole, refill, until=6)
     # The last refill from the third step on.
     dropped_in = [label for label, _ in whole.asked if "refill" in label and label >= "step_000003"][-1]
     number = int(dropped_in[5:11])
-    first, second = Stage(dropped_in), Stage()
+    first, second = stage_of(dropped_in), stage_of()
     play(tmp_path / "cut", first, refill, until=6)
     assert first.asked[-1][0] == dropped_in
+    assert first.cancelled == [dropped_in]
     assert play(tmp_path / "cut", second, refill, until=6, resume=True) == expected
     assert second.asked == [asked for asked in whole.asked if int(asked[0][5:11]) >= number]

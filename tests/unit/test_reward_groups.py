@@ -6,8 +6,8 @@ import math
 import pytest
 from reward_cases import asked, said
 
-from slimrl.data.trajectory import Prompt, Status
-from slimrl.rewards.groups import PendingGroups, score_group
+from slimrl.data.trajectory import Status
+from slimrl.rewards.groups import score_group
 from slimrl.rewards.parts import Part, PartFailed
 from slimrl.rewards.retries import NO_RETRIES, Retries
 
@@ -93,15 +93,3 @@ def test_it_has_a_deadline_and_is_repeated_like_any_reward():
     add(trajectories, part(once), retries=Retries(limit=1, errors=(OSError,), first_delay_s=0.001))
     assert calls == [2, 2]
     assert [t.metadata["num_reward_retries"] for t in trajectories] == [1, 1]
-
-
-def test_a_group_is_complete_with_its_last_trajectory_in_the_order_of_the_plan():
-    first, second = (Prompt(prompt_id=name, messages=[], label=0) for name in ("a", "b"))
-    pending = PendingGroups({"1": first, "2": second, "3": first, "4": second})
-    ended = {name: said("x", name=name) for name in "1234"}
-    for name in "24":
-        ended[name].group_id = "b"
-    for name in "13":
-        ended[name].group_id = "a"
-    assert [pending.add(ended[name]) for name in "324"] == [[], [], [ended["2"], ended["4"]]]
-    assert pending.add(ended["1"]) == [ended["1"], ended["3"]]

@@ -21,6 +21,8 @@ from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
 from slimrl.engines.turn_logs import LoggedTurn
 from slimrl.rollout.group_ledger import GroupLedger
+from slimrl.rollout.groups import Group
+from slimrl.rollout.prompt_source import PromptSource
 from slimrl.rollout.service import RolloutService
 from slimrl.rollout.slots import Slots
 from slimrl.runtime.preemption import Preemption
@@ -46,6 +48,8 @@ class Stage:
         self.saved: dict[str, Sequence[LoggedTurn]] = {}
         self.logs: dict[str, list[LoggedTurn]] = {}
         self.begun: Counter[str] = Counter()
+        self.flushed: list[int] = []
+        """Number of trajectories that had begun at each flush of the engines' caches"""
         self.status, self.reward = Status.completed, lambda trajectory_id: float(trajectory_id[-1])
         self.fault: Exception | None = None
         self.pressure = SimpleNamespace(slots=lambda: Slots(64))
@@ -56,10 +60,13 @@ class Stage:
     async def turns(self):
         return self.logs
 
-    async def run_group(self, prompt, ids, done, slots, keep, saved):
+    def flush_if_deterministic(self):
+        self.flushed.append(len(self.begun))
+
+    async def run_groups(self, groups, slots, kept, ended, saved):
         self.saved |= saved
 
-        async def one(trajectory_id: str) -> None:
+        async def one(group: Group, trajectory_id: str) -> None:
             async with slots:
                 self.begun[trajectory_id] += 1
                 started = time.time()
@@ -67,11 +74,15 @@ class Stage:
                 await asyncio.sleep(self.seconds(trajectory_id))
                 if self.fault is not None:
                     raise self.fault
-                made = trajectory(prompt, trajectory_id, [first, self.version], self.status, self.reward(trajectory_id))
+                status, reward = self.status, self.reward(trajectory_id)
+                made = trajectory(group.prompt, trajectory_id, [first, self.version], status, reward)
                 made.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
-                keep(made)
+                group.keep(made)
+                kept()
+            if not group.left:
+                ended(group)
 
-        await asyncio.gather(*(one(trajectory_id) for trajectory_id in ids if trajectory_id not in done))
+        await asyncio.gather(*(one(group, trajectory_id) for group in groups for trajectory_id in group.left))
 
 
 def trajectory(prompt: Prompt, name: str, versions: list[int], status: Status, reward: float) -> Trajectory:
@@ -119,18 +130,29 @@ PROMPTS = [Prompt(prompt_id=f"p:{n}", messages=[], label=None) for n in range(10
 class Running:
     """A service, and the updates of a trainer that takes no time."""
 
-    def __init__(self, folder: Path, stage: Stage, recipe: Recipe, *, step: int = 0, saved: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stage: Stage,
+        recipe: Recipe,
+        *,
+        step: int = 0,
+        saved: Path | None = None,
+        keeps: Callable[[list[Trajectory]], bool] = lambda group: True,
+    ) -> None:
         self.stage, self.recipe, self.step, stage.version = stage, recipe, step, step
         self.preemption = Preemption(0.0)
         self.ledger = folder / "groups.jsonl"
         ledger = GroupLedger(self.ledger)
         ledger.keep(step)
-        data = Sampler(PROMPTS, seed=0, shuffle=False)
-        self.service = RolloutService(recipe, data, PROMPTS, stage, lambda group: True, ledger)  # type: ignore[arg-type]
+        self.data = Sampler(PROMPTS, seed=0, shuffle=False)
+        self.tried: dict[str, list[float]] = {}
+        source = PromptSource(recipe, self.data, PROMPTS, self.tried)
+        self.service = RolloutService(recipe, source, PROMPTS, stage, keeps, ledger)  # type: ignore[arg-type]
         self.service.start(step, step, saved)
 
     def take(self) -> list[Trajectory]:
-        return self.service.take(lambda: None).kept
+        return self.service.take(lambda: None).sampled
 
     def update(self) -> None:
         self.step += 1
@@ -199,7 +221,7 @@ def test_with_wait_the_trainer_waits_for_the_slow_group_and_nothing_is_dropped(t
     run.take()
     run.update()
     second = run.service.take(lambda: None)
-    assert any(t.trajectory_id.startswith("group_00000001") for t in second.kept)
+    assert any(t.trajectory_id.startswith("group_00000001") for t in second.sampled)
     assert second.metrics["async/age_max"] == 1
     assert second.metrics["async/wait_s"] > 0.5
 
@@ -252,7 +274,7 @@ def test_a_synchronous_step_ends_with_its_batch_and_the_others_go_on_in_the_next
     run.stage.run(asyncio.sleep(1.1))
     assert len(run.stage.begun) == 8 * SAMPLES
     second = run.service.take(lambda: None)
-    assert {int(t.trajectory_id[6:14]) for t in second.kept} >= {0, 1}
+    assert {int(t.trajectory_id[6:14]) for t in second.sampled} >= {0, 1}
     assert second.metrics["async/age_max"] == 1
 
 
@@ -283,7 +305,7 @@ def test_too_many_failures_end_the_run_with_their_cause(tmp_path):
     stage.status = Status.failed
     run.stage.run(asyncio.sleep(1.0))
     stage.status = Status.completed
-    with pytest.raises(RunError, match=r"more than rollout\.max_failed_fraction = 0\.1 allows .*: made to fail"):
+    with pytest.raises(RunError, match=r"more than rollout\.max_failed_fraction = 0\.1 allows: made to fail"):
         run.take()
 
 
@@ -291,7 +313,7 @@ def test_a_run_whose_trajectories_all_fail_ends_though_there_is_never_a_batch(tm
     stage = Stage()
     stage.status = Status.failed
     run = Running(tmp_path, stage, recipe_of())
-    with pytest.raises(RunError, match=r"rollout\.max_failed_fraction = 0\.1 allows .*: made to fail"):
+    with pytest.raises(RunError, match=r"rollout\.max_failed_fraction = 0\.1 allows: made to fail"):
         run.service.take(stop_after(3.0))
 
 
@@ -307,7 +329,7 @@ def test_a_version_between_two_updates_is_as_old_as_the_updates_that_made_its_we
     run.service.advance(51)
     stage.version = 51
     batch = run.service.take(lambda: None)
-    assert {one.weight_versions.max() for t in batch.kept for one in t.segments} == {50}
+    assert {one.weight_versions.max() for t in batch.sampled for one in t.segments} == {50}
     # The first of a trajectory's two tokens is of version 0.
     assert batch.metrics["async/current_token_fraction"] == updates / 2
 
@@ -317,7 +339,7 @@ def test_a_rollout_beside_the_training_of_which_all_fails_is_not_waited_for(tmp_
     run = Running(tmp_path, stage, recipe_of(mode=RolloutMode.one_step_off))
     run.take()
     stage.status = Status.failed
-    with pytest.raises(RunError, match=r"rollout\.max_failed_fraction = 0\.1 allows .*: made to fail"):
+    with pytest.raises(RunError, match=r"rollout\.max_failed_fraction = 0\.1 allows: made to fail"):
         run.service.drain(stop_after(3.0), lambda: run.preemption.asked)
 
 
@@ -330,7 +352,7 @@ def test_of_few_that_ended_since_the_last_batch_as_many_may_fail_as_of_a_batch(t
     run.update()
     stage.run(asyncio.sleep(0.1))
     batch = run.service.take(lambda: None)
-    assert (len(batch.kept), batch.metrics["async/failed_groups"]) == (BATCH * SAMPLES, 1)
+    assert (len(batch.sampled), batch.metrics["async/failed_groups"]) == (BATCH * SAMPLES, 1)
 
 
 def test_zero_variance_groups_are_replaced_so_often_and_then_a_part_of_the_batch(tmp_path):
@@ -340,15 +362,15 @@ def test_zero_variance_groups_are_replaced_so_often_and_then_a_part_of_the_batch
     recipe.algorithm.dynamic_sampling.refill, recipe.algorithm.dynamic_sampling.max_refills = RefillMode.order, 2
     run = Running(tmp_path, stage, recipe)
     batch = run.service.take(stop_after(3.0))
-    assert len(batch.kept) == BATCH * SAMPLES
+    assert len(batch.sampled) == BATCH * SAMPLES
     assert batch.metrics["async/filtered_groups"] == 2 * BATCH
 
 
 def test_what_goes_wrong_while_a_dropped_group_ends_does_not_end_the_run(tmp_path):
     class Failing(Stage):
-        async def run_group(self, *of):
+        async def run_groups(self, *of):
             try:
-                await super().run_group(*of)
+                await super().run_groups(*of)
             except asyncio.CancelledError as error:
                 raise OSError("the environment could not be closed") from error
 
@@ -398,7 +420,8 @@ def test_a_resumed_run_trains_on_every_group_once_and_runs_no_ended_trajectory_a
     }
     assert resumed.service._saved_turns == {}
     for _ in range(STEPS - 1):
-        resumed.take()
+        batch = resumed.service.take(lambda: None)
+        assert batch.selection.trajectories == batch.sampled, "of what was saved too"
         resumed.update()
     assert sorted(line["group"] for line in resumed.lines()) == list(range(STEPS * BATCH))
     assert [line["prompt_id"] for line in sorted(resumed.lines(), key=lambda line: line["group"])] == [
@@ -439,7 +462,8 @@ def test_the_position_in_the_data_is_read_where_prompts_are_taken(tmp_path):
     stage = Stage()
     ledger = GroupLedger(tmp_path / "groups.jsonl")
     data = Noted(PROMPTS, seed=0, shuffle=False)
-    service = RolloutService(recipe_of(), data, PROMPTS, stage, lambda group: True, ledger)  # type: ignore[arg-type]
+    source = PromptSource(recipe_of(), data, PROMPTS, {})
+    service = RolloutService(recipe_of(), source, PROMPTS, stage, lambda group: True, ledger)  # type: ignore[arg-type]
     service.start(0, 0, None)
     stage.run(asyncio.sleep(0.05))
     assert service.position() == Sampler(PROMPTS, seed=0, shuffle=False).state() | {"index": 2 * BATCH}
@@ -450,7 +474,7 @@ def test_saved_groups_of_prompts_that_are_gone_are_refused(tmp_path):
     run.take()
     run.update()
     run.service.save(tmp_path / "rollout")
-    data = Sampler(PROMPTS, seed=0, shuffle=False)
-    other = RolloutService(run.recipe, data, PROMPTS[:1], Stage(), lambda group: True, GroupLedger(run.ledger))  # type: ignore[arg-type]
+    source = PromptSource(run.recipe, Sampler(PROMPTS, seed=0, shuffle=False), PROMPTS, {})
+    other = RolloutService(run.recipe, source, PROMPTS[:1], Stage(), lambda group: True, GroupLedger(run.ledger))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt p:3 of a saved group is not in the data any more"):
         other.start(1, 1, tmp_path / "rollout")

@@ -13,8 +13,7 @@ import pytest
 from slimrl.agent.sandbox.interface import Ended, Program, Result
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolsUnavailable
-from slimrl.base.errors import RunError, StageError, StepDropped
-from slimrl.base.loop_thread import LoopThread
+from slimrl.base.errors import RunError, StageError
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
@@ -25,8 +24,9 @@ from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part
 from slimrl.rewards.services import RewardServices
 from slimrl.rollout import stage as rollout_stage
+from slimrl.rollout.groups import Group
 from slimrl.rollout.slots import Slots
-from slimrl.rollout.stage import RolloutStage, _watched
+from slimrl.rollout.stage import RolloutStage
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=i) for i in range(5)]
 
@@ -119,9 +119,7 @@ class Episodes:
 Start = Callable[..., RolloutStage]
 
 
-def stage_of(
-    episodes: Episodes, *, watch: Callable[[], None] = lambda: None, loop: LoopThread | None = None, **settings
-) -> RolloutStage:
+def stage_of(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **settings) -> RolloutStage:
     recipe = Recipe()
     recipe.rollout.samples_per_prompt = 2
     for name, value in settings.items():
@@ -131,7 +129,7 @@ def stage_of(
         episode_runner=lambda *_: episodes,
         rewards=Rewards(function=episodes.reward),
     )
-    return RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None, loop=loop)
+    return RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None)
 
 
 @pytest.fixture
@@ -169,20 +167,21 @@ def test_an_evaluation_beside_groups_neither_holds_them_up_nor_ends_the_measurin
 
     episodes = Beside()
     episodes.takes_s = 0.05
-    with stage_of(episodes, watch=judge, loop=LoopThread("slimrl-rollout"), mode=RolloutMode.async_) as stage:
-        done: dict[str, Trajectory] = {}
+    with stage_of(episodes, watch=judge, mode=RolloutMode.async_) as stage:
 
-        async def begin() -> asyncio.Task[None]:
-            keep = stage.run_group(
-                PROMPTS[0], ["g/0"], done, Slots(1), lambda one: done.setdefault(one.trajectory_id, one), {}
-            )
-            return asyncio.create_task(keep)
+        async def begin(name: str) -> asyncio.Task[None]:
+            made = Group(number=0, prompt=PROMPTS[0], ids=[f"{name}/0"])
+            task = asyncio.create_task(stage.run_groups([made], Slots(1)))
+            await asyncio.sleep(0.01)
+            return task
 
-        group = stage.run(begin())
+        group = stage.run(begin("g"))
+        episodes.takes_s = 60.0
+        other = stage.run(begin("h"))
         episodes.takes_s = 1.5 * rollout_stage.WATCH_S
         items = stage.evaluate("heldout", PROMPTS[:1], label="eval_000001")
         assert len(items) == stage._recipe.eval.samples_per_prompt
-        assert group.done()
+        assert (group.done(), other.done()) == (True, False)
         stage.take_lags()
         stage.run(asyncio.sleep(0.2))
         assert stage.take_lags(), "the groups' loop is still measured"
@@ -200,7 +199,7 @@ def test_an_evaluation_beside_groups_is_looked_at_from_the_thread_that_waits_for
         if len(looked_in) == 3:
             raise InterruptedError
 
-    with stage_of(episodes, loop=LoopThread("slimrl-rollout"), mode=RolloutMode.async_) as stage:
+    with stage_of(episodes, mode=RolloutMode.async_) as stage:
         with pytest.raises(InterruptedError):
             stage.evaluate("heldout", PROMPTS[:1], label="eval_000001", check=check)
         stage.run(asyncio.sleep(0.1))
@@ -408,39 +407,25 @@ def test_where_slots_are_scarce_groups_with_long_ones_go_on_first_but_in_order_w
         assert sorted(episodes.begun) == ids
 
 
-@pytest.mark.parametrize("who", ["watch", "check_cancelled"])
-def test_who_looks_at_a_rollout_can_end_it(start: Start, monkeypatch: pytest.MonkeyPatch, who: str):
+def test_who_looks_at_a_rollout_can_end_it(start: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rollout_stage, "WATCH_S", 0.01)
     episodes = Episodes()
     episodes.takes_s = 60.0
-    looks = {"watch": 0, "check_cancelled": 0}
+    looks: list[int] = []
 
-    def look(name: str, error: Exception) -> None:
-        looks[name] += 1
-        if name == who and looks[name] == 3:
-            raise error
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise StageError("engine 1 was ended by SIGKILL")
 
-    stage = start(episodes, watch=lambda: look("watch", StageError("engine 1 was ended by SIGKILL")))
-    expected = StageError if who == "watch" else StepDropped
-    with pytest.raises(expected):
-        stage.rollout(PROMPTS, label="step_000001", check_cancelled=lambda: look("check_cancelled", StepDropped()))
-    assert episodes.cancelled == 10
-    assert looks == {"watch": 3, "check_cancelled": 2 if who == "watch" else 3}
+    stage = start(episodes, watch=look)
+    with pytest.raises(StageError):
+        stage.rollout(PROMPTS, label="step_000001")
+    stage.run(asyncio.sleep(0.01))
+    assert (episodes.cancelled, len(looks)) == (10, 3)
     # The engines are still there for others.
     episodes.takes_s = 0.0
     assert len(stage.rollout(PROMPTS, label="step_000002")) == 10
-
-
-def test_a_refill_counts_failures_with_those_of_the_whole_step(start: Start):
-    episodes = Episodes()
-    episodes.endings = {10: FAILED}
-    stage = start(episodes, max_failed_fraction=0.1)
-    first = stage.rollout(PROMPTS, label="step_000001")
-    # One of two failed, and of the step one of twelve.
-    stage.rollout(PROMPTS[:1], label="step_000001/refill_1", earlier=first)
-    episodes.endings = {12: FAILED}
-    with pytest.raises(RunError, match=r"^rollout: 1 of 2 trajectories"):
-        stage.rollout(PROMPTS[:1], label="step_000002")
 
 
 def test_a_recipe_with_gigpo_has_states_and_one_with_given_advantages_fails_without_them(start: Start):
@@ -515,7 +500,17 @@ def test_the_sandbox_is_closed_with_the_stage_before_which_it_runs_what_a_reward
     assert episodes.journal[-2:] == ["sandbox closed", "connections closed"]
 
 
-async def test_engines_are_looked_at_in_a_rollout_of_any_length():
-    looks = []
-    assert await _watched(asyncio.sleep(0, "done"), lambda: looks.append(1)) == "done"
+def test_engines_are_looked_at_in_a_rollout_of_any_length(start: Start):
+    looks: list[int] = []
+    start(Episodes(), watch=lambda: looks.append(1)).rollout(PROMPTS[:1], label="s")
     assert looks == [1]
+
+
+def test_event_loops_are_measured_while_episodes_run(start: Start):
+    episodes = Episodes()
+    episodes.takes_s = 0.2
+    stage = start(episodes)
+    stage.rollout(PROMPTS[:1], label="s")
+    assert stage.take_lags()
+    stage.run(asyncio.sleep(0.2))
+    assert not stage.take_lags()

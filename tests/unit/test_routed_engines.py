@@ -5,18 +5,16 @@ import pickle
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from engine_server import EngineServer, serving
 
 from slimrl.data.engine import EngineError, GenerateRequest, ScoreRequest
-from slimrl.engines import routing
+from slimrl.engines import retries, routing
 from slimrl.engines.client import SglangEngine
 from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.servers.ports import free_ports
 
-CONNECT = partial(SglangEngine, retries=False)
 LOGGED = ("slimrl.engines.routing", "WARNING")
 
 
@@ -29,7 +27,7 @@ async def servers() -> AsyncIterator[list[EngineServer]]:
 
 @pytest.fixture
 async def engines(servers: list[EngineServer]) -> AsyncIterator[RoutedEngines]:
-    made = RoutedEngines(CONNECT)
+    made = RoutedEngines(SglangEngine)
     made.use([server.url for server in servers])
     yield made
     await made.aclose()
@@ -37,7 +35,7 @@ async def engines(servers: list[EngineServer]) -> AsyncIterator[RoutedEngines]:
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(retries, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
 
 
 def ask(session: str = "s", timeout_s: float = 20.0) -> GenerateRequest:
@@ -97,7 +95,7 @@ async def test_without_an_engine_requests_wait_for_one_until_their_deadline(engi
 async def test_what_breaks_off_is_sent_to_another_engine_at_once_and_this_one_is_avoided(
     engines, servers, action, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(routing, "RETRY_DELAYS_S", (60.0,))
+    monkeypatch.setattr(retries, "RETRY_DELAYS_S", (60.0,))
     here, there = await first_of(engines, servers)
     here.action = action
     async with asyncio.timeout(10):
@@ -145,7 +143,7 @@ async def test_an_engine_that_was_gone_is_asked_again_after_a_while_or_with_the_
 
 
 async def test_the_only_engine_is_asked_again_after_a_delay(engines, servers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(routing, "RETRY_DELAYS_S", (0.3, 60.0))
+    monkeypatch.setattr(retries, "RETRY_DELAYS_S", (0.3, 60.0))
     server = servers[0]
     engines.use([server.url])
     server.action = 503
@@ -171,8 +169,8 @@ async def test_a_request_that_fails_everywhere_fails_with_the_last_cause_and_one
         await engines.generate(ask())
     assert sum(len(server.rids) for server in servers) == 5
     (nobody,) = free_ports(1)
-    gone = RoutedEngines(CONNECT, [f"http://127.0.0.1:{nobody}"])
-    monkeypatch.setattr(routing, "RETRY_DELAYS_S", (0.01, 0.01, 1.0))
+    gone = RoutedEngines(SglangEngine, [f"http://127.0.0.1:{nobody}"])
+    monkeypatch.setattr(retries, "RETRY_DELAYS_S", (0.01, 0.01, 1.0))
     start = asyncio.get_running_loop().time()
     with pytest.raises(EngineError, match="ClientConnectorError"):
         await gone.generate(ask(timeout_s=3.5))

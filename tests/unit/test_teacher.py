@@ -15,16 +15,18 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.rollout import RolloutMode
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.engine import EngineError, ScoreRequest
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
-from slimrl.engines import client
+from slimrl.engines import retries
 from slimrl.engines import teacher as teacher_module
 from slimrl.engines.client import SglangEngine
 from slimrl.engines.servers.ports import free_ports
 from slimrl.engines.teacher import ScoringTimes, Teacher
 from slimrl.observability.metrics import is_metric
 from slimrl.rewards.loading import Rewards
+from slimrl.rollout.groups import Group
 from slimrl.rollout.slots import Slots
 from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.statistics import teacher_metrics
@@ -63,7 +65,7 @@ class Server:
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    monkeypatch.setattr(client, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(retries, "RETRY_DELAYS_S", (0.01, 0.02, 0.03))
     there, app = Server(), web.Application()
     app.router.add_post("/generate", there.generate)
     app.router.add_post("/abort_request", there.abort)
@@ -100,17 +102,19 @@ async def test_a_score_is_one_prefill_without_new_tokens_from_before_the_first_t
 
 async def test_a_score_is_asked_again_as_turns_are_and_aborted_when_it_is_late(server: Server, engine):
     server.script = [503, 500]
-    assert len(await engine.score(ask())) == 2
+    made = trajectory(segment([5, 6, 7, 8, 9], [3, 4]), name="a/0")
+    await Teacher([engine], slots_per_engine=1, timeout_s=20.0).score(made)
+    assert made.segments[0].teacher_logprobs.tolist() == np.float32([0, 0, 0, -0.3, -0.4]).tolist()
     assert len({body["rid"] for body in server.asked}) == 3
     server.script = ["hang"]
-    with pytest.raises(EngineError, match=r"score of a/0: no answer within 0\.1 s"):
-        await engine.score(ask(timeout_s=0.1))
+    with pytest.raises(EngineError, match=r"a/0, segment 0: no answer within 0\.1 s"):
+        await Teacher([engine], slots_per_engine=1, timeout_s=0.1).score(made)
     await engine.aclose()
     assert server.aborted == [server.asked[-1]["rid"]]
     (port,) = free_ports(1)
     nobody = SglangEngine(f"http://127.0.0.1:{port}")
     with pytest.raises(EngineError, match="Cannot connect"):
-        await nobody.score(ask())
+        await Teacher([nobody], slots_per_engine=1, timeout_s=20.0).score(made)
     await nobody.aclose()
 
 
@@ -264,9 +268,11 @@ class Stage:
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=i) for i in range(5)]
 
 
-def stage_of(engine: Scores, *, endings: dict[int, Status] | None = None) -> RolloutStage:
+def stage_of(
+    engine: Scores, *, endings: dict[int, Status] | None = None, mode: RolloutMode = RolloutMode.sync
+) -> RolloutStage:
     recipe, parts = Recipe(), Stage(endings or {})
-    recipe.rollout.samples_per_prompt = 1
+    recipe.rollout.samples_per_prompt, recipe.rollout.mode = 1, mode
     recipe.rollout.max_failed_fraction = 1.0
     task = SimpleNamespace(
         sandbox=SandboxPool(SandboxConfig()),
@@ -284,30 +290,31 @@ def test_a_rollout_is_scored_but_for_what_failed_and_an_evaluation_is_not():
         assert [t.segments[0].teacher_logprobs is None for t in batch] == [False, True, False, False, False]
         scored = [t.segments[0] for t in batch if t.status is not Status.failed]
         assert [float(s.teacher_logprobs[1]) for s in scored] == [-4, -6, -7, -8]
-        assert (len(stage.scoring.scores_s), 0 <= sum(stage.scoring.tails_s) < 1) == (4, True)
+        assert (len(stage._scoring.scores_s), 0 <= sum(stage._scoring.tails_s) < 1) == (4, True)
         # A rollout that refills the step's first one adds its times.
-        refill = stage.rollout(PROMPTS[:1], label="step_000001/refill_1", earlier=batch)
-        assert (len(refill), len(stage.scoring.scores_s)) == (1, 5)
+        engine.takes_s = 0.05
+        stage.rollout(PROMPTS[:1], label="step_000001/refill_1")
         stage.evaluate("heldout", PROMPTS, label="eval_000001")
-        assert len(stage.scoring.scores_s) == 5
+        times = stage.take_scoring()
+        assert (len(times.scores_s), len(times.tails_s)) == (5, 2)
+        assert times.tails_s[1] >= 0.05
     assert engine.closed
 
 
 def test_groups_that_run_by_themselves_have_their_times_in_the_batch_after_them():
     async def group(number: int) -> None:
-        done: dict[str, Trajectory] = {}
-        slots, names = Slots(4), [f"group_{number}/{sample}" for sample in range(2)]
-        await stage.run_group(PROMPTS[0], names, done, slots, lambda t: done.setdefault(t.trajectory_id, t), {})
+        made = Group(number=number, prompt=PROMPTS[0], ids=[f"group_{number}/{sample}" for sample in range(2)])
+        await stage.run_groups([made], Slots(4))
 
     engine = Scores()
-    with stage_of(engine) as stage:
+    with stage_of(engine, mode=RolloutMode.async_) as stage:
         stage._runner.count = 0
         stage.run(group(0))
         assert len(stage.take_scoring().scores_s) == 2
         engine.takes_s = 0.05
         stage.run(group(1))
         stage.run(group(2))
-        tails_s = list(stage.scoring.tails_s)
+        tails_s = list(stage._scoring.tails_s)
         assert len(tails_s) == 2
         assert min(tails_s) >= 0.05
         times = stage.take_scoring()

@@ -4,20 +4,18 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
+from instant_stage import InstantStage
 
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
-from slimrl.engines.teacher import ScoringTimes
 from slimrl.observability.run_folder import RunFolder
-from slimrl.rollout.pressure import CachePressure
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.train_run import TrainRun
@@ -94,38 +92,43 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
         trajectory("c", 1.0, Status.aborted),
         trajectory("d", -1.0, Status.truncated),
     ]
-    asked = []
 
-    class Stage:
-        scoring = ScoringTimes()
-        lags_s: ClassVar[list[float]] = []
-        pressure = CachePressure(RolloutConfig(), lambda: ())
-
-        def rollout(self, prompts, *, label, check_cancelled):
-            asked.append((prompts, label))
-            return batch
+    class Ended(InstantStage):
+        def _answer(self, prompt, name):
+            made = batch[int(name[-3:])]
+            made.trajectory_id = name
+            return made
 
     recipe = Recipe()
     recipe.algorithm.truncated = TruncationMode.zero
-    recipe.rollout.prompts_per_step = 3
+    recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt = 1, 4
+    recipe.rollout.max_failed_fraction = 0.25
     folder = RunFolder(tmp_path)
-    run = TrainRun(
-        recipe=recipe,
-        folder=folder,
-        task=SimpleNamespace(group_filters=[], train={}, eval_sets={}, rewards=SimpleNamespace(parts=())),
-        trainers=SimpleNamespace(),
-        engines=SimpleNamespace(),
-        stage=Stage(),
-        trackers=SimpleNamespace(),
-        progress=SimpleNamespace(),
-        state=RunState(),
-        data=SimpleNamespace(take=lambda number: [Prompt(prompt_id="g", messages=[], label=None)] * number),
-        preemption=SimpleNamespace(check=lambda: None),
-    )
-    step = Step(7)
-    assert run.rollout(step) == batch
-    assert [(len(prompts), label) for prompts, label in asked] == [(3, "step_000007")]
+    prompt = Prompt(prompt_id="g", messages=[], label=None)
+    with Ended(lambda prompt, name: 0.0) as stage:
+        run = TrainRun(
+            recipe=recipe,
+            folder=folder,
+            task=SimpleNamespace(
+                group_filters=[], train={"t": [prompt]}, eval_sets={}, rewards=SimpleNamespace(parts=())
+            ),
+            trainers=SimpleNamespace(),
+            engines=SimpleNamespace(need_weights=False),
+            stage=stage,
+            trackers=SimpleNamespace(),
+            progress=SimpleNamespace(),
+            state=RunState(),
+            data=Sampler([prompt], seed=0, shuffle=False),
+            preemption=SimpleNamespace(check=lambda: None),
+        )
+        run._service.start(6, 0, None)
+        step = Step(7)
+        selection = run.rollout(step)
+    assert selection.trajectories == batch
+    assert stage.asked == [("step_000007", ["g"])]
     assert [t.reward for t in batch] == [1.0, 0.0, 0.0, -1.0]
+    expected = np.array([1.0, 0.0, 0.0, -1.0]) / (np.std([1.0, 0.0, 0.0, -1.0], ddof=1) + 1e-6)
+    assert selection.advantages == pytest.approx(expected, rel=1e-5)
     assert step.metrics["reward/mean"] == 0.0
     samples = [json.loads(line) for line in folder.sample_file(7).read_text().splitlines()]
-    assert [(sample["trajectory_id"], sample["reward"]) for sample in samples] == [("a", 1.0)]
+    assert [(sample["trajectory_id"], sample["reward"]) for sample in samples] == [("step_000007/00000/000", 1.0)]

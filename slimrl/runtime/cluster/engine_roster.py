@@ -90,7 +90,7 @@ class EngineRoster:
         )
         if self._recipe.deterministic:
             return LockstepEngine([connect(url) for url in urls])
-        self._client = RoutedEngines(partial(connect, retries=False), urls)
+        self._client = RoutedEngines(connect, urls)
         return self._client
 
     def have_weights(self, names: Collection[str]) -> None:
