@@ -150,7 +150,7 @@ def gguf_to_hf(
       slimrl-tools convert gguf-to-hf qwen3-8b-q8_0.gguf Qwen3-8B --dtype bf16
     """
     with exit_codes():
-        torch_name = torch_dtype_or_keep("--dtype", dtype)
+        torch_name = torch_dtype_or_keep(dtype)
         check_new(out)
         with imports_uncollected():
             from slimrl_tools.convert.gguf_to_hf import gguf_to_hf as convert

@@ -105,6 +105,7 @@ def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dt
 
     logging.disable_progress_bar()
     hf_config = found.hf_config()
+    assert found.hf_dir is not None, "hf_config has raised"
     config = AutoConfig.from_pretrained(found.hf_dir)
     # The reader has dequantised the weights.
     if hasattr(config, "quantization_config"):
