@@ -26,9 +26,9 @@ from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import DeltaEncoding, PauseMode, ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
+from slimrl.data.model_weights import EngineControl, EnginePlace
 from slimrl.data.packing import MicroBatch, pack
 from slimrl.data.trajectory import Segment
-from slimrl.data.weights import EngineControl, EnginePlace
 from slimrl.engines.servers.ports import free_port
 from slimrl.resync.session import ResyncSession
 from slimrl.toys.sized_toy import sized_config, write_sized_toy

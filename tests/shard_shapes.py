@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slimrl.data.weights import Region
+from slimrl.data.model_weights import Region
 from slimrl.models.weight_map import Entry
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from slimrl.checkpoints.safetensors_file import element_bytes
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 BLOCK_BYTES = 16 * 1024**2
 """Size of a block of rows: of a large tensor one is read while the one before is written, and their memory is used

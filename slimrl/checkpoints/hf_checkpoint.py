@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, block_rows
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.hf_config import dtype_name, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
 from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize

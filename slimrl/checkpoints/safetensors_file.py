@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slimrl.base.atomic import WRITE_BYTES, atomic_file
 from slimrl.checkpoints.tensor_bytes import bytes_of, fill
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library; a larger length means another kind of file."""

@@ -16,7 +16,7 @@ from slimrl.checkpoints.safetensors_file import (
     spec_bytes,
     write_safetensors_file,
 )
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

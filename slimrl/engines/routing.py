@@ -1,4 +1,4 @@
-"""Several engines as one: each request goes to the engine that `engine_choice.py` says.
+"""Several engines as one: each request goes to the engine that `load_balancing.py` says.
 
 1. `use` says which engines may serve. Requests that run on one that left are cancelled there and sent to another; if
    none is there they wait.
@@ -25,7 +25,7 @@ from slimrl.data.engine import (
     Scorer,
     ScoreRequest,
 )
-from slimrl.engines.engine_choice import EngineChoice
+from slimrl.engines.load_balancing import EngineChoice
 from slimrl.engines.retries import answered
 
 AVOID_S = 10.0

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.families import deepseek_v3, glm4_moe, llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.megatron_config import MegatronModelConfig

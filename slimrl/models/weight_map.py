@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, groupby, islice, pairwise
 from typing import TYPE_CHECKING, Literal
 
-from slimrl.data.weights import Region, SourceLayout, SourcePiece, TensorSpec
+from slimrl.data.model_weights import Region, SourceLayout, SourcePiece, TensorSpec
 from slimrl.models.layout_ops import Identity, LayoutOp
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.hf_config import FP8_BLOCK
 from slimrl.models.hf_config import SCALE_SUFFIX as SCALE_SUFFIX
 

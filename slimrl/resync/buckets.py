@@ -20,7 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from slimrl.checkpoints.safetensors_file import element_bytes
-from slimrl.data.weights import Place, Region, TensorPart, TensorSpec, num_rows, packed_bytes
+from slimrl.data.model_weights import Place, Region, TensorPart, TensorSpec, num_rows, packed_bytes
 
 
 class Transform(Protocol):

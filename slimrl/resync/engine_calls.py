@@ -11,7 +11,7 @@ from typing import Any
 
 from slimrl.base.spans import SPANS
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import EngineControl
+from slimrl.data.model_weights import EngineControl
 
 PROBE_TIMEOUT_S = 5.0
 """Deadline of an engine's sign of life after a failed call."""

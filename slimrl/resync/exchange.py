@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimrl import device
-from slimrl.data.weights import Place
+from slimrl.data.model_weights import Place
 from slimrl.resync.buckets import Bucket
 from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import other_ranks

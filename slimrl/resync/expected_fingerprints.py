@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
-from slimrl.data.weights import Place, Region, SourceLayout, SourcePiece, TensorSpec, WeightSource, piece_of
+from slimrl.data.model_weights import Place, Region, SourceLayout, SourcePiece, TensorSpec, WeightSource, piece_of
 from slimrl.models.fingerprint import add_hashes, as_hex, partial_hash
 from slimrl.resync.buckets import Transform, rows_of
 from slimrl.resync.ranks import Ranks

@@ -22,7 +22,7 @@ from functools import partial
 from torch import Tensor
 
 from slimrl import device
-from slimrl.data.weights import TensorPart, WeightSource
+from slimrl.data.model_weights import TensorPart, WeightSource
 from slimrl.resync.engine_calls import SendThread
 from slimrl.resync.exchange import Exchange, Message, messages
 from slimrl.resync.ipc.shared_buffer import SharedBuffer, open_shared, shared_buffer

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from slimrl.config.schema.resync import TransportName
-from slimrl.data.weights import EnginePlace, Place, Region, SourceLayout, SourcePiece, TensorPart
+from slimrl.data.model_weights import EnginePlace, Place, Region, SourceLayout, SourcePiece, TensorPart
 from slimrl.resync.buckets import Bucket, Transform, cut_buckets
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from slimrl.config.schema.resync import PauseMode, ResyncConfig, TransportName
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import EngineControl, WeightSource
+from slimrl.data.model_weights import EngineControl, WeightSource
 from slimrl.resync.buckets import Transform
 from slimrl.resync.engine_calls import PROBE_TIMEOUT_S, EngineCalls
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from slimrl import device
-from slimrl.data.weights import Place, Region, TensorPart, TensorSpec
+from slimrl.data.model_weights import Place, Region, TensorPart, TensorSpec
 from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.fp8 import NOT_FINITE, BlockFp8, dequantize, quantize, quantize_batch
 from slimrl.quantization.fp8_tensors import quantized_names

@@ -28,7 +28,7 @@ from slimrl.checkpoints.versions.codec import MAX_WORKERS, BlockCodec, block_ran
 from slimrl.checkpoints.versions.directory import sync_and_close
 from slimrl.checkpoints.versions.manifest import Frame, Manifest, StoredTensor, VersionRef, write_manifest
 from slimrl.config.schema.resync import DeltaEncoding
-from slimrl.data.weights import TensorPart, TensorSpec, num_rows
+from slimrl.data.model_weights import TensorPart, TensorSpec, num_rows
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.quantization.fp8 import FP8_DTYPE
 

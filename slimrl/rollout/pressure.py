@@ -16,7 +16,7 @@ import aiohttp
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.plugin import scheduler
-from slimrl.rollout.concurrency import AdaptiveConcurrency
+from slimrl.rollout.adaptive_concurrency import AdaptiveConcurrency
 from slimrl.rollout.slots import Slots
 
 POLL_S, TIMEOUT_S = 2.0, 5.0

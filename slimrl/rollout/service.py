@@ -2,7 +2,7 @@
 
 1. Its groups run on the stage's event loop. Admission (rollout/admission.py) says when one may begin; a free slot for a
    trajectory says when the engines have room for it. In `sync` without `oversample` the groups of a step begin
-   together, while the trainer waits for them (rollout/step_admission.py), and nothing runs beside it.
+   together, while the trainer waits for them (rollout/admission.py), and nothing runs beside it.
 2. A group ends when all its trajectories are scored, and is selected then. A zero-variance group is left out where the
    recipe refills (docs/algorithms.md#dynamic-sampling); one without a trajectory to train on always. Where groups span
    steps, at most `max_refills` times a batch's groups are replaced.
@@ -32,12 +32,12 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.trajectory import REPLAYED_TOKENS, Prompt, Status, Trajectory
 from slimrl.engines.turn_logs import LoggedTurn, read_turns, write_turns
+from slimrl.rollout.admission import StepAdmission, admission_of
 from slimrl.rollout.errors import refuse_failures
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.groups import GROUPS_FILE, Group, read_groups, write_groups
 from slimrl.rollout.prompt_source import PromptSource
 from slimrl.rollout.stage import END_S, RolloutStage
-from slimrl.rollout.step_admission import StepAdmission, admission_of
 
 POLL_S = 1.0
 """Seconds between two checks that engines are alive and the run goes on, while the driver waits."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slimrl.checkpoints.file_groups import group_by_bytes
 from slimrl.checkpoints.safetensors_file import element_bytes, spec_bytes
-from slimrl.data.weights import Region, SourceLayout, SourcePiece, TensorSpec, piece_of
+from slimrl.data.model_weights import Region, SourceLayout, SourcePiece, TensorSpec, piece_of
 from slimrl.models.adapters import layer_name
 from slimrl.models.family import Family
 from slimrl.models.hf_config import dtype_name

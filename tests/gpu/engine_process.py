@@ -22,7 +22,7 @@ from machine import spin
 
 from slimrl import device
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import EnginePlace, GroupSpec, TensorPart
+from slimrl.data.model_weights import EnginePlace, GroupSpec, TensorPart
 from slimrl.engines.plugin import bucket_loader
 from slimrl.models.fingerprint import fingerprint
 

@@ -7,7 +7,7 @@ import torch
 from machine import on_gpu
 
 from slimrl import device
-from slimrl.data.weights import GroupSpec
+from slimrl.data.model_weights import GroupSpec
 from slimrl.resync.ipc.broadcast_group import BroadcastGroup, GroupError
 
 NBYTES = 1 << 20

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from slimrl.checkpoints.checkpoint_reader import read_whole
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
-from slimrl.data.weights import SourcePiece
+from slimrl.data.model_weights import SourcePiece
 
 
 class CheckpointSource:

@@ -17,7 +17,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import ParallelConfig
-from slimrl.data.weights import EngineControl
+from slimrl.data.model_weights import EngineControl
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
 from slimrl.observability.memory import session_members

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from slimrl.data.weights import EnginePlace
+from slimrl.data.model_weights import EnginePlace
 from slimrl.models.fingerprint import fingerprint
 from slimrl.resync.ipc.shared_buffer import open_shared
 

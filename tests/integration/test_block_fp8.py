@@ -101,7 +101,7 @@ def test_a_trainer_loads_it_under_any_layout_as_if_it_were_plain(tmp_path):
 def test_the_system_s_own_limit_on_a_file_stops_the_write_midway(tmp_path):
     said = run_python(f"""
         import resource, signal, pathlib, torch
-        from slimrl.data.weights import TensorSpec
+        from slimrl.data.model_weights import TensorSpec
         from slimrl.checkpoints.safetensors_file import write_safetensors_file
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -12,7 +12,7 @@ import sys, threading, time
 # Threads of gloo get the interpreter late.
 sys.setswitchinterval(5.0)
 import torch
-from slimrl.data.weights import GroupSpec
+from slimrl.data.model_weights import GroupSpec
 from slimrl.resync.ipc.broadcast_group import BroadcastGroup, serve_store
 from slimrl.resync.engine_calls import SendThread
 from slimrl.engines.plugin.bucket_receiver import EngineReceivers

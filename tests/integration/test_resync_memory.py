@@ -21,7 +21,7 @@ from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
-from slimrl.data.weights import packed_bytes
+from slimrl.data.model_weights import packed_bytes
 from slimrl.models.fingerprint import add_hashes, as_hex, partial_hash
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.memory import MemoryWatch

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
-from slimrl.data.weights import SourceLayout
+from slimrl.data.model_weights import SourceLayout
 from slimrl.models.draft import draft_specs
 from slimrl.models.family import family_of
 from slimrl.models.weight_map import WeightMap

@@ -8,7 +8,7 @@ from engine_ranks import OnlyRank
 
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec, packed_bytes
+from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec, packed_bytes
 from slimrl.engines.plugin.bucket_receiver import EngineReceivers
 from slimrl.models.fingerprint import fingerprint
 from slimrl.resync.ipc.broadcast_group import GroupError

@@ -19,7 +19,7 @@ from engine_ranks import OnlyRank
 from thread_meeting import Meeting
 
 from slimrl import device
-from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
+from slimrl.data.model_weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.engines.plugin import bucket_receiver
 from slimrl.engines.plugin.bucket_loader import (
     around_destroy_group,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.rollout import pressure
-from slimrl.rollout.concurrency import CUT, CUT_USAGE, GROW_USAGE, STEPS, AdaptiveConcurrency
+from slimrl.rollout.adaptive_concurrency import CUT, CUT_USAGE, GROW_USAGE, STEPS, AdaptiveConcurrency
 from slimrl.rollout.pressure import CachePressure
 
 OBSERVATION = st.fixed_dictionaries(

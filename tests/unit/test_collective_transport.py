@@ -9,7 +9,7 @@ from resync_engines import Source, config, weights
 
 from slimrl.config.schema.resync import DeltaEncoding, TransportName
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import EnginePlace, TensorPart, TensorSpec
+from slimrl.data.model_weights import EnginePlace, TensorPart, TensorSpec
 from slimrl.resync.engine_calls import EnginesFailed
 from slimrl.resync.ipc.broadcast_group import GroupError
 from slimrl.resync.plan import plan_resync

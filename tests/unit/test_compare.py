@@ -18,7 +18,7 @@ from slimrl_tools.verify.compare import (
     rounding_limit,
 )
 
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 
 class MemoryReader:

@@ -14,7 +14,7 @@ from engine_server import EngineServer, serving
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError, GenerateRequest
-from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
+from slimrl.data.model_weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.engines import client
 from slimrl.engines.client import SglangEngine, batch_body, request_body
 from slimrl.engines.engine_key import EngineKey

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_ranks import OnlyRank
 
-from slimrl.data.weights import TensorPart, TensorSpec, num_rows
+from slimrl.data.model_weights import TensorPart, TensorSpec, num_rows
 from slimrl.engines.plugin import bucket_loader
 from slimrl.engines.plugin.bucket_loader import (
     around_end_update,

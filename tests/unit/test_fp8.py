@@ -9,7 +9,7 @@ from hard_matrices import hard_matrix
 
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import write_safetensors
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.quantization import fp8

@@ -9,7 +9,7 @@ from slimrl_tools.verify.logits import MAX_FLOAT32, RMS_LIMITS, compare_logits, 
 from slimrl_tools.verify.verification import _precision
 from transformers import AutoModelForCausalLM
 
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 A = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 1.0]]])
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from engine_ranks import OnlyRank
 
 from slimrl import device
-from slimrl.data.weights import GroupSpec
+from slimrl.data.model_weights import GroupSpec
 from slimrl.engines.plugin import bucket_receiver
 from slimrl.engines.plugin.bucket_loader import update
 from slimrl.engines.plugin.bucket_receiver import EngineReceivers

@@ -6,7 +6,7 @@ from resync_engines import Source, config, session, weights
 
 from slimrl import device
 from slimrl.config.schema.resync import TransportName
-from slimrl.data.weights import EnginePlace
+from slimrl.data.model_weights import EnginePlace
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync import pipeline
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, CudaBuffer

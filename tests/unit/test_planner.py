@@ -12,7 +12,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import MtpConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.config.trainer_rules import RECOMPUTABLE
-from slimrl.data.weights import TensorPart, num_rows
+from slimrl.data.model_weights import TensorPart, num_rows
 from slimrl.estimates.planner.activations import kept, layer_bytes, logits_bytes, stage_activations
 from slimrl.estimates.planner.engine import engine_weight_bytes, kv_bytes_per_token
 from slimrl.estimates.planner.hardware import Hardware

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from slimrl.checkpoints.hf_check import check_checkpoint, check_tensors
 from slimrl.checkpoints.hf_checkpoint import DequantizingReader, left_out_note, open_hf_checkpoint
 from slimrl.config.problems import RecipeError
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models import offline_recipe
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.quantization import fp8
 from slimrl.quantization.fp8 import BlockFp8, quantize, quantize_batch
 from slimrl.resync.buckets import cut_buckets

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from slimrl.config.schema.resync import TransportName
-from slimrl.data.weights import EnginePlace, SourceLayout, SourcePiece, TensorSpec
+from slimrl.data.model_weights import EnginePlace, SourceLayout, SourcePiece, TensorSpec
 from slimrl.estimates.resync.estimate import Estimate, as_json, estimate
 from slimrl.estimates.resync.machine import GB, Machine
 from slimrl.quantization.fp8 import BlockFp8

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
-from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
+from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.models.fingerprint import fingerprint
 from slimrl.quantization.fp8 import BlockFp8, quantize
 from slimrl.resync.exchange import CUT_BYTES, Exchange, messages

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slimrl.config.schema.resync import TransportName
-from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
+from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.resync.buckets import cut_buckets, rows_of

@@ -12,7 +12,7 @@ from thread_dist import ThreadDist
 from slimrl import device
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
+from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.quantization.fp8 import BlockFp8, quantize
 from slimrl.resync import exchange, pipeline, ranks
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR

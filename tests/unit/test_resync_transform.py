@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
-from slimrl.data.weights import SourcePiece, TensorSpec
+from slimrl.data.model_weights import SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import published_config

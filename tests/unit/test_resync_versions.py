@@ -30,7 +30,7 @@ from slimrl.checkpoints.versions.directory import VersionDirectory
 from slimrl.checkpoints.versions.local_copy import LocalCopy
 from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig
-from slimrl.data.weights import TensorPart, TensorSpec, num_rows, packed_bytes
+from slimrl.data.model_weights import TensorPart, TensorSpec, num_rows, packed_bytes
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import BLOCK_FP8
 from slimrl.quantization.fp8 import FP8_DTYPE

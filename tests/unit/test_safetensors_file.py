@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from slimrl.checkpoints import safetensors_file
 from slimrl.checkpoints.safetensors_file import MAX_HEADER_BYTES, read_header, read_tensor, write_safetensors_file
 from slimrl.checkpoints.tensor_bytes import fill
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 DTYPES = ("float8_e4m3fn", "bool", "bfloat16", "float32", "int64", "int8", "float16", "float64", "float8_e8m0fnu")
 

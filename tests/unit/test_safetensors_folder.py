@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slimrl.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME, SafetensorsFolder, write_safetensors
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 TENSORS = {
     "a": torch.arange(12.0).reshape(3, 4),

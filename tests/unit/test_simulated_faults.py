@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from slimrl.config.schema.rollout import TooOld
 from slimrl.data.engine import GenerateRequest
-from slimrl.engines.engine_choice import EngineChoice
+from slimrl.engines.load_balancing import EngineChoice
 from slimrl.rollout.admission import Admission
 
 SEEDS = range(70)

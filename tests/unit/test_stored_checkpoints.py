@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_check import check_checkpoint
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import BLOCK_FP8, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out

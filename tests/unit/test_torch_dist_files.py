@@ -13,7 +13,7 @@ from slimrl_tools.convert.workers import divide, run_workers
 from slimrl.checkpoints.digests import check_spans
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
 from slimrl.checkpoints.torch_dist.files import plan_distcp_files, write_distcp_file
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.weight_map import HfTensor, Rule, Shard, WeightMap
 
 SIZE = 1000

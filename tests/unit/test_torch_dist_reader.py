@@ -33,7 +33,7 @@ from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.architecture import architecture_of
 from slimrl.models.hf_config import published_config
 from slimrl.models.layout_ops import GateUp, GroupedQKV

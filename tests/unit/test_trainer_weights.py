@@ -22,7 +22,7 @@ from slimrl.checkpoints.torch_dist.metadata import COMMON_KEY, content_metadata,
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
-from slimrl.data.weights import SourceLayout, SourcePiece, TensorSpec
+from slimrl.data.model_weights import SourceLayout, SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.weight_map import Entry, HfTensor, Rule, Shard, WeightMap
 from slimrl.toys.random_weights import random_tensors

@@ -18,7 +18,7 @@ from slimrl_tools.verify.verification import Verification
 from toy_tools import SMALL, run
 from typer.testing import CliRunner
 
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 FILE = "model-00001-of-00001.safetensors"
 

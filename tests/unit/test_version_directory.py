@@ -22,7 +22,7 @@ from slimrl.checkpoints.versions.manifest import (
     write_manifest,
 )
 from slimrl.config.schema.resync import DeltaEncoding
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.resync.version_writer import LastVersion
 
 

@@ -13,7 +13,7 @@ from slimrl.checkpoints.versions.local_copy import LocalCopy
 from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.resync import DeltaEncoding, ResyncConfig
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import TensorPart, TensorSpec
+from slimrl.data.model_weights import TensorPart, TensorSpec
 from slimrl.resync.transports.disk import DiskTransport
 
 SPECS = [

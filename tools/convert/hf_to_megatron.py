@@ -34,7 +34,7 @@ from slimrl.checkpoints.torch_dist.metadata import write_metadata
 from slimrl.config.model_rules import model_violations
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, architecture_of
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import plain_config, read_hf_config

@@ -33,7 +33,7 @@ from slimrl.checkpoints.safetensors_folder import (
 )
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import Family, family_of
 from slimrl.models.hf_config import plain_config
 from slimrl.models.weight_map import WeightMap

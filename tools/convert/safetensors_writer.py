@@ -19,7 +19,7 @@ from slimrl.checkpoints.safetensors_file import TensorLocation, spec_bytes, writ
 from slimrl.checkpoints.tensor_bytes import bytes_of
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 
 @contextmanager

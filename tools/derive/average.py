@@ -11,7 +11,7 @@ from slimrl_tools.inspect.model_facts import different_facts
 from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
 
 MAX_LISTED = 5

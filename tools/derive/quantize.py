@@ -15,7 +15,7 @@ from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.checkpoints.hf_checkpoint import DequantizingReader
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
 from slimrl.quantization.fp8 import (

@@ -28,7 +28,7 @@ from slimrl.checkpoints.safetensors_folder import (
     plan_safetensors_files,
     write_index,
 )
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.checkpoints.safetensors_file import spec_bytes
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 BAND_ELEMENTS = 1 << 22
 """Elements compared at a time; bounds the memory besides the two tensors."""

@@ -15,7 +15,7 @@ from slimrl_tools.verify.logits import LogitComparison, compare_logits, compute_
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.hf_checkpoint import DequantizingReader, left_out_note
 from slimrl.checkpoints.safetensors_file import spec_bytes
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 
 

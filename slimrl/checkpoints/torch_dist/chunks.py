@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slimrl.data.weights import Region
+from slimrl.data.model_weights import Region
 from slimrl.models.layout_ops import GateUp
 from slimrl.models.weight_map import Entry, WeightMap
 

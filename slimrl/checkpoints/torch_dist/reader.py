@@ -19,7 +19,7 @@ from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema, gate_and_up_apart
 from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME
 from slimrl.checkpoints.torch_dist.torch_chunk import read_chunk, read_rows
-from slimrl.data.weights import Region, TensorSpec
+from slimrl.data.model_weights import Region, TensorSpec
 from slimrl.models.layout_ops import Identity
 from slimrl.models.weight_map import Entry
 

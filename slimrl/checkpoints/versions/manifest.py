@@ -12,7 +12,7 @@ from typing import Any
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema.resync import DeltaEncoding
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 
 MANIFEST_NAME = "manifest.json"
 

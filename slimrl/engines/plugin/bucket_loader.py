@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
+from slimrl.data.model_weights import GroupSpec, TensorPart, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slimrl import device
-from slimrl.data.weights import GroupSpec
+from slimrl.data.model_weights import GroupSpec
 from slimrl.resync.ipc.broadcast_group import RECEIVER_BUFFERS, BroadcastGroup, GroupError
 from slimrl.resync.ipc.shared_buffer import SharedBuffer, open_shared, shared_buffer
 

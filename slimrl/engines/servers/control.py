@@ -12,7 +12,7 @@ import httpx
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import EnginePlace, GroupSpec, TensorPart
+from slimrl.data.model_weights import EnginePlace, GroupSpec, TensorPart
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.plugin import scheduler, version_loader, weight_fingerprints
 from slimrl.engines.plugin.bucket_loader import bucket_payload, open_payload, received_payload

@@ -15,7 +15,7 @@ from typing import Any
 
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.weights import TensorPart
+from slimrl.data.model_weights import TensorPart
 from slimrl.estimates.planner.shape import Shape
 
 GIB = 1024**3

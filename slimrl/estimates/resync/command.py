@@ -12,7 +12,7 @@ from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import sends_drafts
-from slimrl.data.weights import EnginePlace
+from slimrl.data.model_weights import EnginePlace
 from slimrl.estimates.resync.estimate import ESTIMATED, NOT_ESTIMATED, Estimate, as_json, estimate
 from slimrl.estimates.resync.machine import Machine
 from slimrl.models.family import family_of

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slimrl.config.schema.resync import TransportName
-from slimrl.data.weights import EnginePlace
+from slimrl.data.model_weights import EnginePlace
 from slimrl.estimates.resync.gathering import exchange, gather, transform
 from slimrl.estimates.resync.machine import Machine
 from slimrl.estimates.resync.sending import CollectiveEstimate, DiskEstimate, IpcEstimate, SendEstimate

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
-from slimrl.data.weights import EnginePlace
+from slimrl.data.model_weights import EnginePlace
 from slimrl.estimates.resync.machine import GB, Cost, Machine
 from slimrl.resync.buckets import Bucket
 from slimrl.resync.plan import ResyncPlan

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimrl.data.weights import GroupSpec
+from slimrl.data.model_weights import GroupSpec
 
 _BACKLOG = 2048
 """Backlog of the store's socket, as torch has it"""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from slimrl.data.weights import EngineControl, TensorPart
+from slimrl.data.model_weights import EngineControl, TensorPart
 from slimrl.resync.ipc.shared_buffer import SharedBuffer
 
 

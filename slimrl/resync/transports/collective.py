@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slimrl import device
 from slimrl.data.engine import EngineError
-from slimrl.data.weights import EngineControl, GroupSpec, TensorPart, packed_bytes
+from slimrl.data.model_weights import EngineControl, GroupSpec, TensorPart, packed_bytes
 from slimrl.resync.engine_calls import SendThread, fan_out
 from slimrl.resync.ipc.broadcast_group import RECEIVER_BUFFERS, BroadcastGroup, GroupError, serve_store
 from slimrl.resync.ipc.shared_buffer import SharedBuffer

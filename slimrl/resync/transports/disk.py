@@ -23,7 +23,7 @@ from slimrl.base.atomic import disk_reason
 from slimrl.checkpoints.versions.directory import VersionDirectory
 from slimrl.checkpoints.versions.manifest import VersionRef
 from slimrl.config.schema.resync import ResyncConfig
-from slimrl.data.weights import EngineControl, TensorPart, TensorSpec, packed_bytes
+from slimrl.data.model_weights import EngineControl, TensorPart, TensorSpec, packed_bytes
 from slimrl.resync.engine_calls import fan_out
 from slimrl.resync.ipc.shared_buffer import SharedBuffer
 from slimrl.resync.transports.base import Transport

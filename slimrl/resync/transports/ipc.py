@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from slimrl.data.weights import EngineControl, TensorPart
+from slimrl.data.model_weights import EngineControl, TensorPart
 from slimrl.resync.engine_calls import fan_out
 from slimrl.resync.ipc.shared_buffer import SharedBuffer
 from slimrl.resync.transports.base import Transport

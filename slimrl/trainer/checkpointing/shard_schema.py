@@ -27,7 +27,7 @@ from torch import Tensor
 from slimrl.checkpoints.torch_dist.chunks import SHARDING, Chunk, ShardSchema
 from slimrl.config.hf_config import num_experts
 from slimrl.config.schema.trainer import ParallelConfig
-from slimrl.data.weights import Region
+from slimrl.data.model_weights import Region
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import WeightMap

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
-from slimrl.data.weights import TensorSpec
+from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slimrl.config.model_rules import UNEVEN_PIPELINE_FIELDS
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
-from slimrl.data.weights import SourceLayout
+from slimrl.data.model_weights import SourceLayout
 from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import Entry

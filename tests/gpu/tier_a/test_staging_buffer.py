@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from slimrl import device
 from slimrl.config.schema.resync import TransportName
-from slimrl.data.weights import EnginePlace, SourcePiece, TensorSpec
+from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.resync.buckets import rows_of
 from slimrl.resync.pipeline import Pipeline
 from slimrl.resync.plan import plan_resync

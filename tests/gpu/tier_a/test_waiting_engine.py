@@ -18,7 +18,7 @@ from machine import choose, cycles_per_s, on_gpu, spin
 from ranks import run_ranks
 
 from slimrl import device
-from slimrl.data.weights import GroupSpec, TensorPart, TensorSpec
+from slimrl.data.model_weights import GroupSpec, TensorPart, TensorSpec
 from slimrl.engines.plugin.bucket_loader import leave_group, open_payload, received_payload, update
 from slimrl.resync.ipc.broadcast_group import BroadcastGroup, serve_store
 

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from slimrl.data.engine import GenerateRequest
-from slimrl.engines import engine_choice
-from slimrl.engines.engine_choice import EngineChoice
+from slimrl.engines import load_balancing
+from slimrl.engines.load_balancing import EngineChoice
 
 A, B, C = "http://a", "http://b", "http://c"
 SEEDS = range(60)
@@ -27,7 +27,7 @@ def choice(*urls: str) -> EngineChoice:
 
 
 def test_a_session_stays_and_its_group_follows_while_the_loads_are_alike(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_choice, "READ_WEIGHT", 100)
+    monkeypatch.setattr(load_balancing, "READ_WEIGHT", 100)
     state = choice()
     first = state.begin(ask("g/0"))
     assert [state.begin(ask(f"g/{i}")) for i in range(1, 5)] == [first] * 4
@@ -40,7 +40,7 @@ def test_a_session_stays_and_its_group_follows_while_the_loads_are_alike(monkeyp
 
 
 def test_a_prefix_is_given_up_where_the_load_is_more_than_reading_it_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_choice, "READ_WEIGHT", 10)
+    monkeypatch.setattr(load_balancing, "READ_WEIGHT", 10)
     state = choice()
     # 2 tokens in and 17 out; reading the input counts as 20.
     first = state.begin(ask("g/0", new=17))
@@ -96,7 +96,7 @@ def test_processes_that_know_nothing_of_each_other_choose_alike_and_prompts_spre
 
 
 def test_only_the_latest_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_choice, "MAX_PROMPTS", 3)
+    monkeypatch.setattr(load_balancing, "MAX_PROMPTS", 3)
     state = choice()
     for i in range(9):
         state.begin(ask(f"s{i}", (i,)))
@@ -130,7 +130,7 @@ def test_random_orders_of_events_keep_loads_prefixes_and_the_bound():
                     continue
                 assert url in usable
                 least = min(loads[each] for each in usable)
-                bound = engine_choice.READ_WEIGHT * len(tokens)
+                bound = load_balancing.READ_WEIGHT * len(tokens)
                 assert loads[url] - least <= bound
                 prefixed = [each for each in usable if each in ({last[session]} if session in last else had[tokens])]
                 best = min((loads[each] for each in prefixed), default=bound + least + 1)
