@@ -242,7 +242,11 @@ class EpisodeRunner:
             status = await self.episode_loop(episode)
         except (EngineError, ToolCrash, EnvironmentFailure):
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # A CancelledError of a task that the function awaited is its own fault.
             raise EnvironmentFailure(f"{self.agent.episode} raised {error!r}") from error
         if not isinstance(status, Status):
             raise EnvironmentFailure(f"{self.agent.episode} returned {status!r}, not a Status")

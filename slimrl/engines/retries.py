@@ -45,7 +45,7 @@ async def answered[T](
     attempts = failures = 0
     lacks, cause = "answer", ""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as deadline:
             while True:
                 lacks = "engine became available"
                 await ready()
@@ -67,4 +67,6 @@ async def answered[T](
                     await asyncio.sleep(delay_s)
                 attempts += 1
     except TimeoutError as error:
+        if not deadline.expired():
+            raise  # the attempt's own
         raise EngineError(f"{name}: no {lacks} within {round(timeout_s, 2):g} s{cause}") from error

@@ -201,7 +201,7 @@ class StepAdmission(Admission):
 
     def begin_round(self, count: int) -> list[int]:
         """The numbers of the groups of a round, at most `capacity`; with none the step has no further round."""
-        assert count <= self.capacity
+        assert count <= self.capacity > 0
         self.is_exhausted = not count
         self.rounds += bool(count)
         numbers = list(range(self.begun, self.begun + count))

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slimrl.agent.episode import failed_trajectory
@@ -144,7 +145,9 @@ class EpisodeWorker:
                 case Job(trajectory_id=trajectory_id, saved=saved):
                     if saved is not None:
                         self._logs.begin(trajectory_id, saved)
-                    self._running[trajectory_id] = asyncio.create_task(self._run(message))
+                    task = self._running[trajectory_id] = asyncio.create_task(self._run(message))
+                    # Also of a task that is cancelled before it has begun.
+                    task.add_done_callback(partial(self._note_end, trajectory_id))
                     self._lag.resume()
                 case Cancel(trajectory_id=trajectory_id):
                     if trajectory_id in self._running:
@@ -190,11 +193,13 @@ class EpisodeWorker:
             ended = Ended(trajectory_id=name, fault=traceback.format_exc())
         finally:
             self._runner.engine.close(name)
-            del self._running[name]
-            if not self._running:
-                self._lag.pause()
         self._ended.append(ended)
         self._has_ended.set()
+
+    def _note_end(self, trajectory_id: str, _: asyncio.Task[None]) -> None:
+        del self._running[trajectory_id]
+        if not self._running:
+            self._lag.pause()
 
 
 def _pickled(trajectory: Trajectory, job: Job) -> bytes:

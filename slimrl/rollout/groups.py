@@ -25,6 +25,8 @@ class Group:
     """Scored trajectories by their ids"""
     selection: Selection | None = None
     """What is trained on of the group, once it has ended"""
+    stage_weights: tuple[float, ...] = ()
+    """Weights of credit in the stage of the run for which `selection` was made"""
     begun: float = field(default_factory=time.time)
     """Unix time at which the group began"""
     started: dict[str, float] = field(default_factory=dict)

@@ -26,6 +26,8 @@ import numpy as np
 
 from slimrl.algorithms.selection import Selection, joined, select
 from slimrl.algorithms.shaping import shape_rewards
+from slimrl.algorithms.turn_credit import stage_weights
+from slimrl.base.errors import StepDropped
 from slimrl.checkpoints.digests import FileDigest, file_digest
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
@@ -198,10 +200,10 @@ class RolloutService:
         self._num_ended += len(trajectories)
         bad = (Status.failed, Status.aborted)
         self._failed += [t for t in trajectories if t.status in bad]
-        group.selection = self._selected(group)
+        useful = self._selection_of(group).is_useful
         if all(t.status is Status.failed for t in trajectories):
             self._leave(group, "failed")
-        elif self._may_refill and not group.selection.is_useful:
+        elif self._may_refill and not useful:
             self._leave(group, "filtered")
         else:
             self.admission.finish(group.number, self._lowest(trajectories))
@@ -228,9 +230,15 @@ class RolloutService:
         replaced = self.admission.counts["filtered"] - self._counted["filtered"]
         return replaced < settings.max_refills * self.admission.batch
 
-    def _selected(self, group: Group) -> Selection:
-        """What is trained on of a group that has ended; the stage of the run is that of the step after its end."""
-        return select(group.trajectories, self._recipe.algorithm, self._keeps, step=self.admission.version + 1)
+    def _selection_of(self, group: Group) -> Selection:
+        """What the next step trains on of a group that has ended: made once, and again where that step is of another
+        stage of the run."""
+        step = self.admission.version + 1
+        weights = stage_weights(self._recipe.algorithm.credit, step)
+        if group.selection is None or group.stage_weights != weights:
+            group.selection = select(group.trajectories, self._recipe.algorithm, self._keeps, step=step)
+            group.stage_weights = weights
+        return group.selection
 
     def _updates_of(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
         """int64 [sampled tokens], how many updates had made the weights that sampled each."""
@@ -247,8 +255,8 @@ class RolloutService:
         """The next batch, as soon as there is one.
 
         Args:
-            check: called every second; an exception that it raises ends the wait, and nothing is taken. Where no group
-                spans steps, what runs is cancelled then.
+            check: called every second; an exception that it raises ends the wait, and nothing is taken. With
+                StepDropped, after which the run goes on to its end, what runs of the step is cancelled.
 
         Raises:
             TooManyFailed: too many that ended since the last batch did; a batch may never come then.
@@ -257,7 +265,8 @@ class RolloutService:
         try:
             while (batch := self._stage.run(self._take())) is None:
                 check()
-        except BaseException:
+        except StepDropped:
+            # The run goes on to its end without the step.
             if self._steps is not None:
                 self._stage.run(self._cancel())
             raise
@@ -296,8 +305,7 @@ class RolloutService:
         self._left, self._counted = [], self.admission.counts
         self._changed.set()
         sampled, self._of_step = taken if steps is None else self._of_step, []
-        selections = [one for group in taken if (one := group.selection) is not None]
-        assert len(selections) == len(taken)
+        selections = [self._selection_of(group) for group in taken]
         return StepRollout(
             sampled=[trajectory for group in sampled for trajectory in group.trajectories],
             selection=joined(selections),
@@ -435,8 +443,6 @@ class RolloutService:
         for number in self.admission.refit():
             group = self._forget(number, "dropped")
             log.info("group %d of %s is too old for the recipe now and dropped", number, group.prompt.prompt_id)
-        for number in self.admission.waiting:
-            self._groups[number].selection = self._selected(self._groups[number])
         ids = {trajectory_id for group in self._groups.values() for trajectory_id in group.ids}
         self._saved_turns = {one: turns for one, turns in read_turns(folder).items() if one in ids}
         count = sum(turn.num_tokens for turns in self._saved_turns.values() for turn in turns)

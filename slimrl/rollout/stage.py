@@ -140,7 +140,7 @@ class RolloutStage:
             for n, prompt in enumerate(prompts)
         ]
         self.flush_if_deterministic()
-        self.run_watched(self.run_groups(groups, self.pressure.slots()), self.check)
+        self.run_watched(self.run_groups(groups, None), self.check)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         refuse_failures(self._recipe.rollout, "rollout", trajectories, len(trajectories))
         return trajectories
@@ -193,7 +193,7 @@ class RolloutStage:
                     phase.advance()
 
                 sampling = self._recipe.rollout.eval_sampling
-                self.run_watched(self._run_episodes(left, sampling, self.pressure.slots(), keep), look)
+                self.run_watched(self._run_episodes(left, sampling, None, keep), look)
             refuse_failures(self._recipe.rollout, f"evaluation {name}", trajectories, len(planned))
         return items.of(keys)
 
@@ -244,7 +244,7 @@ class RolloutStage:
     async def run_groups(
         self,
         groups: Sequence[Group],
-        slots: Slots,
+        slots: Slots | None,
         kept: Callable[[], None] = lambda: None,
         ended: Callable[[Group], None] = lambda group: None,
         saved: Mapping[str, Sequence[LoggedTurn]] | None = None,
@@ -256,7 +256,7 @@ class RolloutStage:
 
         Args:
             groups: get their trajectories; the ids are unique in the run.
-            slots: of all trajectories that may run at a time.
+            slots: of all trajectories that may run at a time; None for new ones.
             kept: called after each scored trajectory.
             ended: called with each group when all its trajectories and the rewards of the group are there.
             saved: turns of an earlier run, by the ids of trajectories that ran when it ended; see `turns`.
@@ -274,7 +274,8 @@ class RolloutStage:
             nonlocal last_end
             last_end = time.monotonic()
             if self._teacher is not None:
-                self._scoring.scores_s += await self.episodes.score_by(self._teacher, trajectory)
+                scores_s = await self.episodes.score_by(self._teacher, trajectory)
+                self._scoring.scores_s += scores_s  # in a statement of its own, since `take_scoring` may run meanwhile
                 trajectory.measured[ENDED_AT] = time.time()
             group = group_of[trajectory.trajectory_id]
             group.keep(trajectory)
@@ -315,11 +316,13 @@ class RolloutStage:
         self,
         planned: Mapping[str, Prompt],
         sampling: SamplingConfig,
-        slots: Slots,
+        slots: Slots | None,
         keep: Callable[[Trajectory], Awaitable[None]],
     ) -> None:
         """Run all episodes, and await `keep` with the trajectory of each, which has its own reward."""
         rollout = self._recipe.rollout
+        # On this loop, on which `pressure` goes through all slots.
+        slots = slots or self.pressure.slots()
         self._engine.open(list(planned), at_once=rollout.max_concurrency_per_engine * rollout.most_engines)
         order = StartOrder(
             {one: one.rsplit("/", 1)[0] for one in planned},

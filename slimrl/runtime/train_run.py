@@ -180,6 +180,9 @@ class TrainRun(Run):
             for name, prompts in self.task.eval_sets.items():
                 items = self.stage.evaluate(name, prompts, label=label, check=self._serve_again)
                 self._record_items(step, name, items)
+        if not self.recipe.rollout.spans_steps:
+            # The next step's are those of its rollout.
+            self.stage.take_lags()
         self._write(step)
 
     def finish(self) -> None:

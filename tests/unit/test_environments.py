@@ -286,6 +286,12 @@ async def exits(episode):
     raise SystemExit(4)
 
 
+async def awaits_what_it_cancelled(episode):
+    task = asyncio.create_task(asyncio.sleep(1))
+    task.cancel()
+    await task
+
+
 def test_an_episode_loop_of_ones_own_has_the_episode_in_its_hands():
     def run_with(loop):
         agent = AgentConfig(environment="walks:Walk", episode="loops:mine")
@@ -299,3 +305,4 @@ def test_an_episode_loop_of_ones_own_has_the_episode_in_its_hands():
     assert run_with(gives_nothing).metadata["error"] == "loops:mine returned None, not a Status"
     assert run_with(breaks).metadata["error"] == "loops:mine raised LookupError('lost')"
     assert run_with(exits).metadata["error"] == "loops:mine raised SystemExit(4)"
+    assert run_with(awaits_what_it_cancelled).metadata["error"] == "loops:mine raised CancelledError()"

@@ -106,6 +106,13 @@ async def test_a_cancelled_episode_ends_without_an_answer(runner):
     assert sorted(runner.closed) == ["a", "b", "c"]
 
 
+async def test_an_episode_that_is_cancelled_before_it_begins_leaves_nothing(runner):
+    worker = await started(engines("http://one"))
+    await worker.take(pickle.dumps([job("a", "waits"), Cancel(trajectory_id="a")]))
+    await asyncio.sleep(0.01)
+    assert worker._running == {}
+
+
 @pytest.mark.parametrize(
     ("label", "said"), [("breaks", "AssertionError: of our own"), ("exits", "SystemExit: for good")]
 )

@@ -20,6 +20,7 @@ from slimrl.engines.servers.control import SglangControl
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
 from slimrl.rollout.stage import RolloutStage
+from slimrl.runtime.cluster.engine_actor import EngineActor
 from slimrl.runtime.cluster.engine_group import EngineGroup
 
 PROMPTS = [Prompt(prompt_id=name, messages=[{"role": "user", "content": name}], label="") for name in ("a", "b", "c")]
@@ -129,9 +130,17 @@ def test_all_engines_are_flushed_within_a_deadline():
     calls = []
 
     class Actors:
-        def call(self, method: str, arguments=None, *, timeout_s: float) -> None:
+        def on(self, names) -> "Actors":
+            calls.append(list(names))
+            return self
+
+        def begin(self, method) -> "Actors":
+            calls.append(method)
+            return self
+
+        def wait(self, *, timeout_s: float) -> None:
             assert 20.0 < timeout_s <= 60.0
-            calls.append((method, arguments))
+            calls.append("waited")
 
     group = object.__new__(EngineGroup)
     group._down, group._fresh, group._aside = {}, set(), None
@@ -141,7 +150,7 @@ def test_all_engines_are_flushed_within_a_deadline():
     group._actors = Actors()
     group._parts = {"engine 0": ["engine 0", "engine 0, part 1"]}
     group.flush_caches()
-    assert calls == [("flush_cache", {"engine 0": ()})]
+    assert calls == [["engine 0"], EngineActor.flush_cache, "waited"]
 
 
 @contextmanager

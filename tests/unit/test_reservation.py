@@ -147,6 +147,7 @@ def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         "RAY_USAGE_STATS_ENABLED",
         "RAY_AUTH_MODE",
         "RAY_AUTH_TOKEN",
+        "RAY_worker_niceness",
     ):
         monkeypatch.setenv(name, "before")
 
@@ -169,7 +170,8 @@ def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def test_a_run_without_an_address_has_a_cluster_and_a_temporary_folder_that_go_with_it(ray_start, tmp_path: Path):
-    os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "RAY_worker_niceness"):
+        os.environ.pop(name)
     dead = next(pid for pid in range(2**22 - 1, 0, -1) if not psutil.pid_exists(pid))
     # The last one is a job's, whose number is no process's.
     names = (f"slimrl-run-{os.getppid()}-a", "slimrl-run-x-a", "other", f"slimrl-ray-{dead}-a")
@@ -194,6 +196,8 @@ def test_a_run_without_an_address_has_a_cluster_and_a_temporary_folder_that_go_w
     assert ray_start.environment["TMPDIR"] == str(folder / "tmp")
     assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / f"slimrl-compiled-{os.getuid()}")
     assert ray_start.environment["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert ray_start.environment["RAY_worker_niceness"] == "0"
+    assert "RAY_worker_niceness" not in os.environ
     assert ray_start.environment["RAY_AUTH_MODE"] == "token"
     assert ray_start.environment["RAY_AUTH_TOKEN_PATH"] == str(folder / "token")
     assert "RAY_AUTH_TOKEN" not in ray_start.environment

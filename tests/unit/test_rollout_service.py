@@ -390,6 +390,18 @@ def test_a_fault_of_ours_reaches_the_driver(tmp_path):
         run.take()
 
 
+def test_groups_that_ended_before_a_stage_of_the_run_are_selected_for_the_step_that_trains_on_them(tmp_path):
+    recipe = recipe_of(max_staleness=2)
+    credit = recipe.algorithm.credit
+    credit.stage_starts, credit.process_weights, credit.outcome_weights = [3], [0.0, 0.0], [1.0, -1.0]
+    run = Running(tmp_path, Stage(), recipe)
+    for step in range(1, 5):
+        run.stage.run(asyncio.sleep(0.1))  # so that those of later steps have ended too
+        advantages = run.service.take(lambda: None).selection.advantages.reshape(-1, SAMPLES)
+        assert (np.sign(advantages) == ([-1, 1] if step < 3 else [1, -1])).all(), step
+        run.update()
+
+
 def test_a_wait_ends_with_the_exception_of_its_check(tmp_path):
     def stop() -> None:
         raise InterruptedError

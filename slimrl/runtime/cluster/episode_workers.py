@@ -309,13 +309,14 @@ class _Worker:
             async with asyncio.TaskGroup() as both:
                 both.create_task(process.deliver())
                 both.create_task(process.collect(partial(self._take, process)))
-        except* RayError as failures:
+        except* Exception as failures:  # noqa: BLE001 - what waits is told of it
             first = failures.exceptions[0]
             self._end(process)
+            lost = isinstance(first, LOST)
             for waiting in process.jobs.values():
                 if not waiting.done():
-                    lost = isinstance(first, LOST)
-                    waiting.set_exception(WorkerEnded(self._ending(process)) if lost else WorkerFault(str(first)))
+                    fault = WorkerFault(f"{type(first).__name__}: {first}")
+                    waiting.set_exception(WorkerEnded(self._ending(process)) if lost else fault)
 
     def _take(self, process: _Process, ended: Ended) -> None:
         self._lags_s += ended.lags_s

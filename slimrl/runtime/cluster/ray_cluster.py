@@ -97,8 +97,12 @@ def _inherited_by_processes(folder: Path, temporary_files: Path) -> dict[str, st
 
     - Temporary files go to the run's folder; torch's compiled kernels to one that later runs reuse.
     - Gloo and NCCL listen on the loopback interface.
+    - Workers have this process's priority. Ray would give them the nice value 15, with which they starve beside other
+      work of the machine while their driver waits.
     """
     variables = {"TMPDIR": str(temporary_files), "RAY_USAGE_STATS_ENABLED": "0"}
+    if "RAY_worker_niceness" not in os.environ:
+        variables["RAY_worker_niceness"] = "0"
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(_compiled_folder(folder))
     interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
