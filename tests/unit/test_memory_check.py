@@ -99,6 +99,9 @@ def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_settings_to_lo
     # Steps that overlap may fill the whole of the engines' concurrency.
     (wide,) = problems(monkeypatch, recipe_of(mode=RolloutMode.one_step_off), gib=caches / 0.95 + 0.02)
     assert "A cache has 1,048,576 tokens" in wide.message
+    # SGLang lowers a cache that is larger than its fraction of the memory.
+    assert problems(monkeypatch, recipe_of(num_engines=1, sglang={"max_total_tokens": 10**9}), gib=1.0) == []
+    assert problems(monkeypatch, recipe_of(sglang={"max_total_tokens": 10**9}), gib=1.0) != []
 
 
 def test_only_what_a_command_starts_is_counted_and_nothing_on_a_gpu(monkeypatch):

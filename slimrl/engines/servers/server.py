@@ -38,6 +38,9 @@ _KEEP_FREED_MEMORY = {
 """Settings of glibc's malloc. By default it returns the activations of each step to the kernel and faults them in again
 in the next: some 18,000 page faults in a prefill of 9,600 tokens, against a few hundred with these settings."""
 
+CPU_MEMORY_FRACTION = 0.5
+"""Fraction of the memory that an engine's weights and cache may take without a GPU"""
+
 MIN_CACHE_TOKENS = 16384
 """Tokens of the KV cache of an engine without a GPU, at least: room for prefixes and for an evaluation."""
 
@@ -168,7 +171,7 @@ def _cpu_arguments(rollout: RolloutConfig, trajectories: int | None, *, linear_a
         "attention_backend": "torch_native",
         # Room for what other processes take while the engine loads, which SGLang counts as the engine's. The size of
         # the KV cache is max_total_tokens.
-        "mem_fraction_static": 0.5,
+        "mem_fraction_static": CPU_MEMORY_FRACTION,
         "max_total_tokens": cpu_cache_tokens(rollout, trajectories),
     }
     if linear_attention:

@@ -15,7 +15,7 @@ from slimrl import device
 from slimrl.config.load import SERVING, LoadedRecipe, trains
 from slimrl.config.problems import Problem
 from slimrl.config.schema.recipe import Recipe
-from slimrl.engines.servers.server import cpu_cache_tokens
+from slimrl.engines.servers.server import CPU_MEMORY_FRACTION, cpu_cache_tokens
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 
@@ -44,10 +44,11 @@ def memory_problems(loaded: LoadedRecipe) -> list[Problem]:
     if device.device_type() == "cuda":
         return []
     hf_config = read_hf_config(Path(recipe.model.path))
-    engines = _engine_bytes(recipe, hf_config) if loaded.command in SERVING else {}
+    has = get_system_memory()
+    engines = _engine_bytes(recipe, hf_config, has) if loaded.command in SERVING else {}
     updates = loaded.command in UPDATING
     ranks = _rank_bytes(recipe, hf_config, updates=updates) if trains(loaded.command) else {}
-    needed, has = sum((engines | ranks).values()), get_system_memory()
+    needed = sum((engines | ranks).values())
     if needed <= RAYS_SHARE * has:
         return []
     parts = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in (engines | ranks).items())
@@ -61,14 +62,16 @@ def memory_problems(loaded: LoadedRecipe) -> list[Problem]:
     ]
 
 
-def _engine_bytes(recipe: Recipe, hf_config: dict[str, Any]) -> dict[str, int]:
-    """What all engines take."""
+def _engine_bytes(recipe: Recipe, hf_config: dict[str, Any], has: int) -> dict[str, int]:
+    """What all engines take on a machine with so many bytes. SGLang lowers a cache that is larger than its fraction of
+    the memory."""
     rollout, width = recipe.rollout, recipe.trainer.precision.element_bytes
     tokens = rollout.sglang.get("max_total_tokens") or cpu_cache_tokens(rollout, recipe.step_trajectories)
     cache = tokens * rollout.engine_attention_dp * family_of(hf_config).megatron_config(hf_config).cached_elements
+    fraction = rollout.sglang.get("mem_fraction_static") or CPU_MEMORY_FRACTION
     processes = PROCESSES_OF_ENGINE + rollout.engine_tp - 1
     return {
-        "KV caches": rollout.num_engines * cache * width,
+        "KV caches": rollout.num_engines * min(cache * width, int(fraction * has)),
         "engines' weights and processes": rollout.num_engines
         * (_parameters(hf_config) * width + processes * PROCESS_BYTES),
     }
