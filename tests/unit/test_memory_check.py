@@ -106,7 +106,7 @@ def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_settings_to_lo
 
 def test_only_what_a_command_starts_is_counted_and_nothing_on_a_gpu(monkeypatch):
     small = 0.0001
-    assert [p.key for p in problems(monkeypatch, recipe_of(), gib=small, command="eval")] == [
+    assert [p.key for p in problems(monkeypatch, recipe_of(), gib=0.2, command="eval")] == [
         "rollout.max_trajectory_tokens"
     ]
     assert [p.key for p in problems(monkeypatch, recipe_of(), gib=small, command="sft")] == ["trainer.num_ranks"]
