@@ -36,7 +36,7 @@ RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTA
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv with the pinned dependencies: 1 to 2 minutes, 6.7 GB; updates it when requirements/ changes
+setup: $(STAMP) ## create .venv with the pinned dependencies: 1 to 3 minutes, 6.7 GB; updates it when requirements/ changes
 
 $(STAMP): $(wildcard requirements/*) pyproject.toml
 	@$(MAKE_VENV)
