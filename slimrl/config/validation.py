@@ -63,7 +63,7 @@ def _both(key: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _recipe_of(values: Mapping[str, Any], without: Collection[str] = ()) -> Recipe:
-    nested = nest((to, value) for key, value in values.items() for to in _both(key, values))
+    nested = nest(((to, value) for key, value in values.items() for to in _both(key, values)), {})
     for *parents, name in (to.split(".") for key in without for to in _both(key, values)):
         del reduce(getitem, parents, nested)[name]
     return _adapter().validate_python(nested)

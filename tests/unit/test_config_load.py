@@ -179,6 +179,23 @@ def test_an_interpolation_that_leads_nowhere_or_to_a_wrong_type_is_named(folder)
     assert lines[1] == "command line: rollout.num_engines: expected int, got 'demo'."
 
 
+@pytest.mark.parametrize("reference", ["${steps}", "1"])
+def test_a_list_for_a_mapping_and_the_reverse_are_wrong_types_whatever_else_refers_to_a_key(folder, reference):
+    wrong = "agent:\n  tools: {a: 1}\n  environment_args: [1]\neval:\n  pass_at:\n    a: b\n"
+    assert refused(MINIMAL + wrong, f"seed={reference}") == [
+        "recipe.yaml:19: agent.tools: expected list[str], got {'a': 1}.",
+        "recipe.yaml:20: agent.environment_args: expected dict[str, Any], got [1].",
+        "recipe.yaml:22: eval.pass_at: expected list[int], got {'a': 'b'}.",
+        "3 problems. Nothing was started.",
+    ]
+
+
+def test_a_null_key_of_a_mapping_is_named_beside_a_reference(folder):
+    assert refused(MINIMAL, "agent.tool_args={x: {null: 1}}", "seed=${steps}")[:-1] == [
+        "command line: agent.tool_args.x: null is no key of a mapping; write a text."
+    ]
+
+
 def test_what_is_no_interpolation_is_named_with_its_line_and_how_to_escape_it(folder):
     text = MINIMAL + 'agent:\n  system_prompt: "Write ${x once"\n'
     assert refused(text, "data.eval.held=${oc.env:SLIMRL_NOT_SET}")[:-1] == [
