@@ -42,15 +42,17 @@ def validated(values: Mapping[str, Any]) -> tuple[Recipe, list[str], list[Violat
     recipe = _recipe_of(values, without={key for key, _ in found})
     for key in dict.fromkeys(key for key, _ in violations):
         for to in _both(key, values):
-            _put(recipe, to, values[key])
+            _put(recipe, to, converted(key, values[key]))
     return recipe, list(dict.fromkeys(wrong)), violations
 
 
 def converted(key: str, value: Any) -> Any:
-    """The value of a reference as the setting's type, since variables of the environment are text; itself if it is no
-    such value."""
+    """The value as the setting's type, whatever its range; itself if it is no such value.
+
+    A reference's needs this since variables of the environment are text.
+    """
     try:
-        return TypeAdapter(type_of(key)).validate_python(value)
+        return TypeAdapter(type_of(key), config=ConfigDict(coerce_numbers_to_str=True)).validate_python(value)
     except ValidationError:
         return value
 
