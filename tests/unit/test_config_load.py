@@ -541,6 +541,13 @@ def test_the_name_of_an_algorithm_brings_its_settings_and_the_recipe_changes_the
     assert origin == {"clip_low": "command line", "clip_high": "command line (algorithm dapo)", "dual_clip": "default"}
 
 
+def test_an_algorithm_from_the_environment_is_named_in_the_origin_of_its_settings(folder, monkeypatch):
+    monkeypatch.setenv("SLIMRL_TEST_ALGORITHM", "dapo")
+    loaded = load(MINIMAL, "algorithm.name=${oc.env:SLIMRL_TEST_ALGORITHM}")
+    assert loaded.recipe.algorithm.clip_high == 0.28
+    assert loaded.provenance["algorithm.clip_high"] == "command line (algorithm dapo)"
+
+
 def test_an_inherited_setting_stays_when_the_name_changes(folder):
     """What a file says is never replaced by what a name stands for."""
     loaded = load(MINIMAL.replace("algorithm:\n", "algorithm:\n  clip_high: 0.5\n"), "algorithm.name=grpo")
