@@ -1,12 +1,12 @@
 """The reward and its parts."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from slimrl.config.schema.types import (
     MISSING,
     AlarmSteps,
     ExceptionPath,
+    FiniteValue,
     Flag,
     Float,
     ImportPath,
@@ -28,7 +28,7 @@ class RewardPartConfig:
     """Factor of the part in the reward; below 0 for a cost, 0 to log the part alone."""
     cap: PositiveFloat | None = None
     """Values beyond plus or minus this count as this; null for no cap."""
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, FiniteValue] = field(default_factory=dict)
     """Keyword arguments of the function, or of the class when it is made."""
     verified: Flag = False
     """The part is checked against the truth, such as a label or tests. The others are proxies, which
