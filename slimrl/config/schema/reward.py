@@ -15,6 +15,9 @@ from slimrl.config.schema.types import (
     PositiveFloat,
 )
 
+RETRY_ON = ("builtins:OSError", "aiohttp:ClientConnectionError", "httpx:TransportError")
+"""What a connection that fails raises in the clients that a reward is likely to use"""
+
 
 @dataclass(kw_only=True)
 class RewardPartConfig:
@@ -52,7 +55,7 @@ class RewardConfig:
     """Import paths of functions that decide, from the trajectories of a group, whether to keep it."""
     retries: NonNegativeInt = 0
     """How often a reward function that failed is called again, within the trajectory's deadline."""
-    retry_on: list[ExceptionPath] = field(default_factory=lambda: ["builtins:OSError", "httpx:TransportError"])
+    retry_on: list[ExceptionPath] = field(default_factory=lambda: list(RETRY_ON))
     """Import paths of the exceptions that count for `retries`; any other fails the trajectory at once."""
     startup_timeout_s: PositiveFloat = 120.0
     """Deadline for a reward with a method `start` to start, and for its `close`."""
