@@ -152,6 +152,10 @@ NO_SETTINGS = {
     "teacher.temperature": (
         "A teacher scores tokens at temperature 1; rollout.sampling.temperature, the policy's, must be 1 too."
     ),
+    # The config.yaml of older runs has it.
+    "teacher.threads_per_engine": (
+        "A teacher's engines have the threads of rollout.threads_per_engine. Leave the line out."
+    ),
 }
 """What has such a name elsewhere and is no setting of a recipe -> what to do."""
 

@@ -62,7 +62,7 @@ def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[d
         return values, environment
     # Its grammar takes a tenth of a second to import, and many recipes refer to nothing.
     from omegaconf import OmegaConf
-    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+    from omegaconf.errors import GrammarParseError, KeyValidationError, OmegaConfBaseException
 
     from slimrl.config.validation import converted
 
@@ -72,8 +72,11 @@ def resolve_entries(known: dict[str, Entry], problems: list[Problem]) -> tuple[d
         except GrammarParseError:
             problems.append(_problem(entry, "${ begins a reference, and this is not one"))
             del values[key]
+        except KeyValidationError:
+            problems.append(entry.problem("null is no key of a mapping; write a text."))
+            del values[key]
     shared = {f"critic.{key}": value for key, value in values.items() if key.startswith("trainer.")}
-    config = OmegaConf.merge(OmegaConf.create(asdict(Recipe())), OmegaConf.create(nest((shared | values).items())))
+    config = OmegaConf.create(nest((shared | values).items(), asdict(Recipe())))
     for key in [key for key, value in values.items() if is_interpolated(value)]:
         written = values.pop(key)
         with _noting_variables() as read:

@@ -120,13 +120,12 @@ def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def nest(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """(dotted key, value) pairs as a nested dict."""
-    nested: dict[str, Any] = {}
+def nest(values: Iterable[tuple[str, Any]], into: dict[str, Any]) -> dict[str, Any]:
+    """Set (dotted key, value) pairs in the nested dict `into`, and return it."""
     for key, value in values:
         *parents, name = key.split(".")
-        section = nested
+        section = into
         for parent in parents:
             section = section.setdefault(parent, {})
         section[name] = value
-    return nested
+    return into

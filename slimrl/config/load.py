@@ -199,7 +199,8 @@ def _algorithm_settings(known: dict[str, Entry], values: dict[str, Any]) -> dict
         return {}
     found = {f"algorithm.{setting}": value for setting, value in SETTINGS[AlgorithmName(name)].items()}
     given = {setting: value for setting, value in found.items() if setting not in known}
-    where = f"{known[key].where} (algorithm {name})"
+    # The value of a reference is a member already, which an f-string would write as AlgorithmName.grpo.
+    where = f"{known[key].where} (algorithm {AlgorithmName(name).value})"
     known |= {setting: Entry(key=setting, value=value, where=where) for setting, value in given.items()}
     return given
 

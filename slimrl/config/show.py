@@ -28,7 +28,8 @@ def resolved_dict(loaded: LoadedRecipe) -> dict[str, Any]:
             (key, references.get(key, escaped(_plain(value))))
             for key, value in flatten(loaded.recipe, loaded.provenance)
             if value != MISSING
-        )
+        ),
+        {},
     )
 
 

@@ -42,15 +42,17 @@ def validated(values: Mapping[str, Any]) -> tuple[Recipe, list[str], list[Violat
     recipe = _recipe_of(values, without={key for key, _ in found})
     for key in dict.fromkeys(key for key, _ in violations):
         for to in _both(key, values):
-            _put(recipe, to, values[key])
+            _put(recipe, to, converted(key, values[key]))
     return recipe, list(dict.fromkeys(wrong)), violations
 
 
 def converted(key: str, value: Any) -> Any:
-    """The value of a reference as the setting's type, since variables of the environment are text; itself if it is no
-    such value."""
+    """The value as the setting's type, whatever its range; itself if it is no such value.
+
+    A reference's needs this since variables of the environment are text.
+    """
     try:
-        return TypeAdapter(type_of(key)).validate_python(value)
+        return TypeAdapter(type_of(key), config=ConfigDict(coerce_numbers_to_str=True)).validate_python(value)
     except ValidationError:
         return value
 
@@ -63,7 +65,7 @@ def _both(key: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _recipe_of(values: Mapping[str, Any], without: Collection[str] = ()) -> Recipe:
-    nested = nest((to, value) for key, value in values.items() for to in _both(key, values))
+    nested = nest(((to, value) for key, value in values.items() for to in _both(key, values)), {})
     for *parents, name in (to.split(".") for key in without for to in _both(key, values)):
         del reduce(getitem, parents, nested)[name]
     return _adapter().validate_python(nested)

@@ -9,7 +9,7 @@ from recipe_problems import recipe_problems
 
 from slimrl.config.check import check_loaded, check_recipe
 from slimrl.config.keys import KEY_TYPES, NAME, type_of
-from slimrl.config.load import load_recipe
+from slimrl.config.load import load_recipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.algorithm import AlgorithmName
 from slimrl.config.trainer_rules import padded_tokens
@@ -436,6 +436,16 @@ def test_every_number_of_a_recipe_has_a_range_and_no_word_is_one(folder):
 def test_a_number_out_of_range_does_not_hide_broken_rules(folder):
     found = problems_of(["stop.kl=-1", "reward.alarm_steps=3", "rollout.request_timeout_s=601"])
     assert [problem.key for problem in found] == ["reward.alarm_steps", "stop.kl", "rollout.request_timeout_s"]
+
+
+def test_a_number_for_a_text_of_another_form_is_judged_by_the_rules_as_a_text(folder):
+    found = problems_of(["agent.tools=[5]"])
+    assert [(problem.key, problem.message) for problem in found] == [
+        ("agent.tools", "'5' is not an import path; write module:function."),
+    ]
+    loaded, _ = read_recipe("recipe.yaml", [*GIVEN, "agent.tools=[5]", "trainer.optimizer.lr=-1"])
+    assert loaded.recipe.agent.tools == ["5"]
+    assert [type(one.optimizer.lr) for one in (loaded.recipe.trainer, loaded.recipe.critic.trainer)] == [float, float]
 
 
 @pytest.mark.parametrize(

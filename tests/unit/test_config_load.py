@@ -179,6 +179,23 @@ def test_an_interpolation_that_leads_nowhere_or_to_a_wrong_type_is_named(folder)
     assert lines[1] == "command line: rollout.num_engines: expected int, got 'demo'."
 
 
+@pytest.mark.parametrize("reference", ["${steps}", "1"])
+def test_a_list_for_a_mapping_and_the_reverse_are_wrong_types_whatever_else_refers_to_a_key(folder, reference):
+    wrong = "agent:\n  tools: {a: 1}\n  environment_args: [1]\neval:\n  pass_at:\n    a: b\n"
+    assert refused(MINIMAL + wrong, f"seed={reference}") == [
+        "recipe.yaml:19: agent.tools: expected list[str], got {'a': 1}.",
+        "recipe.yaml:20: agent.environment_args: expected dict[str, Any], got [1].",
+        "recipe.yaml:22: eval.pass_at: expected list[int], got {'a': 'b'}.",
+        "3 problems. Nothing was started.",
+    ]
+
+
+def test_a_null_key_of_a_mapping_is_named_beside_a_reference(folder):
+    assert refused(MINIMAL, "agent.tool_args={x: {null: 1}}", "seed=${steps}")[:-1] == [
+        "command line: agent.tool_args.x: null is no key of a mapping; write a text."
+    ]
+
+
 def test_what_is_no_interpolation_is_named_with_its_line_and_how_to_escape_it(folder):
     text = MINIMAL + 'agent:\n  system_prompt: "Write ${x once"\n'
     assert refused(text, "data.eval.held=${oc.env:SLIMRL_NOT_SET}")[:-1] == [
@@ -522,6 +539,13 @@ def test_the_name_of_an_algorithm_brings_its_settings_and_the_recipe_changes_the
     assert algorithm.aggregation is Aggregation.token
     origin = {key: loaded.provenance[f"algorithm.{key}"] for key in ("clip_low", "clip_high", "dual_clip")}
     assert origin == {"clip_low": "command line", "clip_high": "command line (algorithm dapo)", "dual_clip": "default"}
+
+
+def test_an_algorithm_from_the_environment_is_named_in_the_origin_of_its_settings(folder, monkeypatch):
+    monkeypatch.setenv("SLIMRL_TEST_ALGORITHM", "dapo")
+    loaded = load(MINIMAL, "algorithm.name=${oc.env:SLIMRL_TEST_ALGORITHM}")
+    assert loaded.recipe.algorithm.clip_high == 0.28
+    assert loaded.provenance["algorithm.clip_high"] == "command line (algorithm dapo)"
 
 
 def test_an_inherited_setting_stays_when_the_name_changes(folder):

@@ -164,7 +164,7 @@ def test_another_setting_may_refer_to_what_the_critic_has_from_the_trainer():
 
 def test_a_number_out_of_range_that_the_critic_shares_is_said_once():
     assert problems_of("trainer.optimizer.min_lr=-1") == [("trainer.optimizer.min_lr", "-1: must be at least 0.")]
-    said = "2.0 is above trainer.optimizer.lr -1."
+    said = "2.0 is above trainer.optimizer.lr -1.0."
     assert ("trainer.optimizer.min_lr", said) in problems_of("trainer.optimizer.lr=-1", "trainer.optimizer.min_lr=2")
 
 

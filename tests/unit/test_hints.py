@@ -150,6 +150,10 @@ def test_the_longest_end_of_a_key_decides():
             "A teacher scores tokens at temperature 1; rollout.sampling.temperature, the policy's, must be 1 too.",
         ),
         (
+            "teacher.threads_per_engine",
+            "A teacher's engines have the threads of rollout.threads_per_engine. Leave the line out.",
+        ),
+        (
             "rollout.sampling.stop",
             "Keys of rollout.sampling: temperature, top_p, top_k, max_new_tokens, ignore_end_of_turn.",
         ),

@@ -55,6 +55,22 @@ def refused(path: Path, overrides: list[str] | None = None) -> str:
             3,
             "tag:yaml.org,2002:timestamp is no type of a recipe's values; write a text.",
         ),
+        ("agent: {tool_args: {x: .nan}}\n", 2, "agent.tool_args.x: nan: must be a finite number."),
+        (
+            "agent:\n  environment_args:\n    x: {y: [1, -.inf]}\n",
+            3,
+            "agent.environment_args: -inf: must be a finite number.",
+        ),
+        (
+            "agent:\n  chat_template_kwargs:\n    x: .inf\n",
+            4,
+            "agent.chat_template_kwargs.x: inf: must be a finite number.",
+        ),
+        (
+            "reward:\n  parts:\n    x: {function: a.b:c, args: {y: [.nan]}}\n  function: ''\n",
+            4,
+            "reward.parts.x.args.y: nan: must be a finite number.",
+        ),
         (
             "agent:\n  tool_args: {x: [!!set {a}]}\n",
             3,

@@ -1,10 +1,13 @@
 """The rewards of a recipe: where they come from, what they are bound to, and what is refused before a start."""
 
+import asyncio
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+import aiohttp
 import pytest
 from reward_cases import asked, said
 
@@ -139,6 +142,28 @@ def test_exceptions_to_retry_are_classes_of_exceptions():
     assert (rewards.retries.limit, rewards.retries.errors[0]) == (2, OSError)
     _, problems = load(RewardConfig(function="own_rewards:plain", retry_on=["builtins:int"]))
     assert problems == {"reward.retry_on": "builtins:int: is no class of exceptions"}
+
+
+async def test_a_request_whose_connection_the_server_closes_is_made_again():
+    asked_for = []
+
+    async def close_the_first(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        asked_for.append(1)
+        if len(asked_for) > 1:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\n0.5")
+            await writer.drain()
+        writer.close()
+
+    async def attempt():
+        async with aiohttp.ClientSession() as client, client.post(f"http://127.0.0.1:{port}") as response:
+            return await response.text()
+
+    rewards, _ = load(RewardConfig(function="own_rewards:plain", retries=1))
+    async with await asyncio.start_server(close_the_first, "127.0.0.1") as server, asyncio.timeout(30):
+        port = server.sockets[0].getsockname()[1]
+        assert await replace(rewards.retries, first_delay_s=0).call(attempt, "p", lambda: None) == "0.5"
+    assert len(asked_for) == 2
 
 
 def test_prompts_that_name_a_reward_that_is_not_there_are_refused_by_their_lines():

@@ -100,6 +100,33 @@ def test_a_chunk_of_an_older_torch_which_does_not_say_its_byte_order_is_read(tmp
     assert torch.equal(read_rows(tmp_path, place, (2, 3), slice(1, 2)), tensor[1:])
 
 
+def test_a_chunk_in_the_format_before_zip_files_is_read_whole(tmp_path):
+    tensor = torch.arange(6.0).view(3, 2)
+    place = stored(tmp_path, saved(tensor, _use_new_zipfile_serialization=False))
+    assert read_rows(tmp_path, place, (3, 2), slice(1, 2)) is None
+    assert torch.equal(read_chunk(tmp_path, place), tensor)
+
+
+def test_a_tensor_that_was_saved_without_elements_is_refused(tmp_path):
+    place = stored(tmp_path, saved(torch.ones(3, device="meta")))
+    assert read_rows(tmp_path, place, (3,), slice(0, 1)) is None
+    with pytest.raises(ValueError, match=r"__0_0\.distcp: at byte 1000 is a tensor of device meta, without elements"):
+        read_chunk(tmp_path, place)
+
+
+@pytest.mark.parametrize("length", [16, 1024])
+def test_rows_of_a_record_of_another_length_are_left_to_torch_which_refuses_it(tmp_path, length):
+    raw, tensor = io.BytesIO(), torch.arange(64.0)
+    with zipfile.ZipFile(io.BytesIO(saved(tensor))) as new, zipfile.ZipFile(raw, "w") as other:
+        for entry in new.infolist():
+            data = new.read(entry)
+            other.writestr(entry, (data * 4)[:length] if entry.filename.endswith("/data/0") else data)
+    place = stored(tmp_path, raw.getvalue())
+    assert read_rows(tmp_path, place, (64,), slice(2, 5)) is None
+    with pytest.raises(ValueError, match=r"__0_0\.distcp: corrupt at byte 1000: record size"):
+        read_chunk(tmp_path, place)
+
+
 def test_a_chunk_that_is_no_tensor_is_refused(tmp_path):
     others = [saved(value) for value in ({"a": torch.ones(3)}, [1, None])]
     for raw in (b"", b"PK" + bytes(500), saved(torch.ones(500))[:-200], *others):

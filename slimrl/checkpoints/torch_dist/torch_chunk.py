@@ -52,6 +52,9 @@ def read_chunk(path: Path, place: Any) -> Tensor:
             raise ValueError(f"{path / place.relative_path}: corrupt at byte {place.offset}: {error}") from error
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path / place.relative_path}: corrupt at byte {place.offset}: a {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        where = f"{path / place.relative_path}: at byte {place.offset}"
+        raise ValueError(f"{where} is a tensor of device {tensor.device}, without elements")
     return tensor
 
 
@@ -65,14 +68,15 @@ def read_rows(path: Path, place: Any, shape: tuple[int, ...], rows: slice) -> Te
     Raises:
         ValueError: the file has become shorter.
     """
-    form = None
+    form, storage_start = None, None
     with _opened(path, place) as (stream, window):
         with suppress(*_NO_TENSOR):
             form = torch.load(window, map_location="meta", weights_only=True)
-        if not isinstance(form, Tensor) or form.shape != shape or not form.is_contiguous():
+            storage_start = _storage_start(form, window)
+        if storage_start is None or not isinstance(form, Tensor):
             return None
-        storage_start = form.untyped_storage()._checkpoint_offset
-        assert storage_start is not None, "torch.load to the meta device sets it"
+        if form.shape != shape or not form.is_contiguous():
+            return None
         start = storage_start + int(form.storage_offset()) * form.itemsize
         if start + form.nbytes > place.length:
             return None
@@ -81,6 +85,22 @@ def read_rows(path: Path, place: Any, shape: tuple[int, ...], rows: slice) -> Te
         file = path / place.relative_path
         fill(stream.fileno(), file, bytes_of(tensor), place.offset + start + rows.start * row_bytes)
         return tensor
+
+
+def _storage_start(form: Tensor, window: Any) -> int | None:
+    """Position of a tensor's storage in its chunk; None unless a record of the zip file is as long as the storage.
+
+    The format before zip files has no records, and a tensor that was saved on the meta device has no bytes.
+    """
+    storage = form.untyped_storage()
+    start = storage._checkpoint_offset
+    if start is None:
+        return None
+    window.seek(0)
+    # torch.load to the meta device does not compare the lengths, unlike torch.load to the CPU.
+    reader: Any = torch._C.PyTorchFileReader(window)
+    sizes = {reader.get_record_offset(name): reader.get_record_size(name) for name in reader.get_all_records()}
+    return start if sizes[start] == storage.nbytes() else None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from annotated_types import Ge
 
 from slimrl.config.schema.types import (
     MISSING,
+    FiniteValue,
     Flag,
     ImportPath,
     NonNegativeInt,
@@ -186,7 +187,7 @@ class GatewayConfig:
 class AgentConfig:
     tools: list[ImportPath] = field(default_factory=list)
     """Import paths `module:function` of the model's tools; annotations and docstrings become their schemas."""
-    tool_args: dict[str, Any] = field(default_factory=dict)
+    tool_args: dict[str, FiniteValue] = field(default_factory=dict)
     """Arguments of tools by name, such as `{corpus: wiki.jsonl}`. The model is not shown these parameters."""
     mcp: dict[str, McpServerConfig] = field(default_factory=dict)
     """Servers of further tools by name (docs/agents.md#mcp-servers)."""
@@ -196,7 +197,7 @@ class AgentConfig:
     """Tools that are the policy itself with a task, a context and tools of its own (docs/agents.md#sub-agents)."""
     environment: OptionalClassPath = ""
     """Import path `module:Class` of the environment, instead of tools (docs/agents.md#environments)."""
-    environment_args: dict[str, Any] = field(default_factory=dict)
+    environment_args: dict[str, FiniteValue] = field(default_factory=dict)
     """Keyword arguments of each instance of the environment."""
     workers: PositiveInt = 1
     """Processes that run the episodes; 1 for the driver itself (docs/agents.md#several-processes)."""
@@ -230,7 +231,7 @@ class AgentConfig:
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a turn; null for the model's: `eos_token_id` of generation_config.json, else of config.json, else
     the tokenizer's."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, FiniteValue] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking` or `reasoning_effort`."""
     tool_prompt: str = ""
     """What tells the policy its tools in the system message, where the chat template does not: `deepseek_v31` or

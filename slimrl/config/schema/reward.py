@@ -1,12 +1,12 @@
 """The reward and its parts."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from slimrl.config.schema.types import (
     MISSING,
     AlarmSteps,
     ExceptionPath,
+    FiniteValue,
     Flag,
     Float,
     ImportPath,
@@ -14,6 +14,9 @@ from slimrl.config.schema.types import (
     OptionalImportPath,
     PositiveFloat,
 )
+
+RETRY_ON = ("builtins:OSError", "aiohttp:ClientConnectionError", "httpx:TransportError")
+"""What a connection that fails raises in the clients that a reward is likely to use"""
 
 
 @dataclass(kw_only=True)
@@ -28,7 +31,7 @@ class RewardPartConfig:
     """Factor of the part in the reward; below 0 for a cost, 0 to log the part alone."""
     cap: PositiveFloat | None = None
     """Values beyond plus or minus this count as this; null for no cap."""
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, FiniteValue] = field(default_factory=dict)
     """Keyword arguments of the function, or of the class when it is made."""
     verified: Flag = False
     """The part is checked against the truth, such as a label or tests. The others are proxies, which
@@ -52,7 +55,7 @@ class RewardConfig:
     """Import paths of functions that decide, from the trajectories of a group, whether to keep it."""
     retries: NonNegativeInt = 0
     """How often a reward function that failed is called again, within the trajectory's deadline."""
-    retry_on: list[ExceptionPath] = field(default_factory=lambda: ["builtins:OSError", "httpx:TransportError"])
+    retry_on: list[ExceptionPath] = field(default_factory=lambda: list(RETRY_ON))
     """Import paths of the exceptions that count for `retries`; any other fails the trajectory at once."""
     startup_timeout_s: PositiveFloat = 120.0
     """Deadline for a reward with a method `start` to start, and for its `close`."""

@@ -4,6 +4,7 @@ Numbers and booleans are strict, so that `on` is no boolean and `1_000` no numbe
 takes as long as all else, and most processes that know the settings read no recipe.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,14 @@ _SHELL_WORDS = re.compile(r"~(?=/|$)|.*?\$\{?(\w+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+def _finite(value: Any) -> Any:
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(item)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value}: must be a finite number.")
+    return value
+
+
 def _file_name(name: str) -> str:
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a valid name; use letters, digits, '.', '_' and '-'.")
@@ -89,6 +98,8 @@ def _import_path(kind: str, *, optional: bool = False) -> Callable[[str], str]:
     return check
 
 
+FiniteValue = Annotated[Any, Checked(_finite)]
+"""Any value of YAML; the numbers in it are finite"""
 FileName = Annotated[str, Checked(_file_name)]
 """A name that becomes a file's or a metric's"""
 FilePath = Annotated[str, Checked(_path)]
