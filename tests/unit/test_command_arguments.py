@@ -133,6 +133,9 @@ def test_training_on_a_file_is_told_which_and_how_often(told):
         assert (refused.exit_code, refused.output) == (2, "--trajectories and --steps go together.\n")
     refused = invoke(*arguments, "--resume", "--job", "7")
     assert "--resume and --job cannot go with --trajectories" in refused.output
+    for flag in (["--resume"], ["--resume-or-start"], ["--job", "7"], ["--checkpoint-log", "log"]):
+        refused = invoke(*arguments, *flag)
+        assert (refused.exit_code, refused.output.split()[0]) == (2, flag[0]), flag
     assert (len(calls), trained) == (1, [])
 
 
