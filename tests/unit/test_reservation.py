@@ -147,9 +147,10 @@ def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         "RAY_USAGE_STATS_ENABLED",
         "RAY_AUTH_MODE",
         "RAY_AUTH_TOKEN",
-        "RAY_worker_niceness",
     ):
         monkeypatch.setenv(name, "before")
+    # Ray's own code reads this one in the test's process, and ends it where it finds no number.
+    monkeypatch.setenv("RAY_worker_niceness", "7")
 
     def init(**given):
         made.environment = dict(os.environ)
@@ -242,6 +243,7 @@ def test_compiled_kernels_that_somebody_else_may_have_put_there_are_not_loaded(r
     with ray_cluster.ray_cluster(None, num_slots=1):
         (folder,) = tmp_path.glob("slimrl-run-*")
     assert ray_start.environment["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "compiled")
+    assert ray_start.environment["RAY_worker_niceness"] == "7"
     theirs.rmdir()
     for target in (tmp_path, tmp_path / "gone"):
         theirs.symlink_to(target)
