@@ -2,10 +2,11 @@
 
 1. Its groups run on the stage's event loop. Admission (rollout/admission.py) says when one may begin; a free slot for a
    trajectory says when the engines have room for it. In `sync` without `oversample` the groups of a step begin
-   together, while the trainer waits for them (rollout/admission.py), and nothing runs beside it.
-2. A group ends when all its trajectories are scored, and is selected then. A zero-variance group is left out where the
-   recipe refills (docs/algorithms.md#dynamic-sampling); one without a trajectory to train on always. Where groups span
-   steps, at most `max_refills` times a batch's groups are replaced.
+   together, while the trainer waits for them, and nothing runs beside it.
+2. A group ends when all its trajectories are scored, and is selected then, and again if the step that trains on it is
+   of another stage of the run. A zero-variance group is left out where the recipe refills
+   (docs/algorithms.md#dynamic-sampling); one without a trajectory to train on always. Where groups span steps, at most
+   `max_refills` times a batch's groups are replaced.
 3. The trainer takes the oldest groups. The weights change while others run, or with `one_step_off` when all have ended.
 4. `save` keeps the groups that wait, the ended trajectories of those that run, and the turns of their others, which a
    resumed run replays (engines/turn_logs.py). Between two steps of which none spans the other there are none.
