@@ -102,7 +102,8 @@ def test_every_package_that_slimrl_imports_is_one_of_its_dependencies():
 
 def commands(*arguments: str) -> str:
     """What make would run."""
-    command = ["make", "--dry-run", "--always-make", *arguments]
+    # Under `make test` it is a make within a make, which also prints the folder that it enters and leaves.
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
