@@ -387,10 +387,10 @@ def test_all_problems_are_listed_at_once_each_with_its_line(folder):
     text = MINIMAL.replace("steps: 3", "stepz: 3").replace("lr: 1e-6", "lr: fast") + "  train: twice\n"
     assert refused(text, "seed=x") == [
         "command line: seed: expected int, got 'x'.",
-        "recipe.yaml: steps: missing; `slimrl train` needs a value.",
         "recipe.yaml:1: stepz: no such key. Did you mean steps?",
         "recipe.yaml:9: trainer.optimizer.lr: expected float, got 'fast'.",
         "recipe.yaml:18: data.train: given twice, first at recipe.yaml:17.",
+        "recipe.yaml: steps: missing; `slimrl train` needs a value.",
         "5 problems. Nothing was started.",
     ]
 
