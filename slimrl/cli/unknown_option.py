@@ -14,7 +14,7 @@ class CommandWithHints(TyperCommand):
         own = ["--help", *(name for param in self.params for name in (*param.opts, *param.secondary_opts))]
         given = [*takewhile(lambda arg: arg != "--", args)]
         for place, (option, _, value) in enumerate(arg.partition("=") for arg in given):
-            if option.startswith("--") and option not in own and not get_close_matches(option, own):
+            if option.startswith("--") and option not in own and not get_close_matches(option, own, cutoff=0.8):
                 following = next((arg for arg in given[place + 1 : place + 2] if not arg.startswith("-")), "")
                 if hint := _hint(option.lstrip("-").replace("-", "_"), value or following):
                     ctx.fail(f"No such option: {option}. {hint} Settings stand behind the recipe, as KEY=VALUE.")

@@ -20,6 +20,7 @@ from slimrl.config.interpolation import FromEnvironment, resolve_entries
 from slimrl.config.keys import (
     EXTENDS,
     FREE_SECTIONS,
+    NAMED_SECTIONS,
     PASSTHROUGH,
     flatten,
     is_known,
@@ -130,7 +131,7 @@ def read_recipe(
 
     path = Path(path)
     broken: list[Problem] = []
-    entries = [*read_file(path, (), "", broken), *read_overrides(overrides, broken)]
+    entries = _without_removed([*read_file(path, (), "", broken), *read_overrides(overrides, broken)], broken)
     unknown: list[Problem] = []
     given = {entry.key: entry for entry in entries if _check_key(entry, broken, unknown)}
     readable = not any(p.key in ("", EXTENDS) or p.message.endswith(f"mean {EXTENDS}?") for p in (*broken, *unknown))
@@ -204,6 +205,24 @@ def _algorithm_settings(known: dict[str, Entry], values: dict[str, Any]) -> dict
     where = f"{known[key].where} (algorithm {AlgorithmName(name).value})"
     known |= {setting: Entry(key=setting, value=value, where=where) for setting, value in given.items()}
     return given
+
+
+def _without_removed(entries: Sequence[Entry], problems: list[Problem]) -> list[Entry]:
+    """The entries without those that a later null removes, such as all of a reward's part for
+    `reward.parts.NAME: null`."""
+    kept: list[Entry] = []
+    for entry in entries:
+        section = entry.key.rpartition(".")[0]
+        if entry.value is not None or section not in NAMED_SECTIONS:
+            kept.append(entry)
+            continue
+        left = [one for one in kept if not one.key.startswith(f"{entry.key}.")]
+        if len(left) == len(kept):
+            names = [".".join(one.key.split(".")[:3]) for one in kept if one.key.startswith(f"{section}.")]
+            reason = "null leaves out an inherited entry, and none has this name."
+            problems.append(entry.problem(reason + suggestion(entry.key, names)))
+        kept = left
+    return kept
 
 
 def _drop_nulls(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
