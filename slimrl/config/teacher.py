@@ -72,6 +72,8 @@ def teacher_violations(recipe: Recipe) -> Iterator[Violation]:
     for url in teacher.urls:
         if not _URL.fullmatch(url):
             yield "teacher.urls", f"{url!r} is not the address of a server. Write http://HOST:PORT."
+    if teacher.api_key_env and not teacher.urls:
+        yield "teacher.api_key_env", "is the key of servers that others run, and teacher.urls names none."
     if teacher.urls and recipe.deterministic:
         yield (
             "teacher.urls",

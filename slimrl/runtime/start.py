@@ -40,6 +40,7 @@ from slimrl.rollout.task.task import Task
 from slimrl.runtime.checks.fetched_model import fetch_model
 from slimrl.runtime.checks.folder_check import check_nodes
 from slimrl.runtime.checks.start_check import read_files
+from slimrl.runtime.checks.teacher_check import key_of_others
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.episode_workers import EpisodeWorkers
@@ -287,7 +288,7 @@ def _teacher(recipe: Recipe, teachers: EngineGroup | None, vocab_size: int) -> T
     """The teacher on the run's own engines or on servers of others; None without either."""
     settings = recipe.teacher
     urls = settings.urls if teachers is None else [address.url for address in teachers.addresses]
-    key = None if teachers is None else teachers.key
+    key = key_of_others(settings) if teachers is None else teachers.key
     if not urls:
         return None
     return Teacher(

@@ -59,8 +59,9 @@ async def measured(url: str, *, adaptive: bool) -> dict[str, float]:
                 )
             )  # fmt: skip
 
-    await asyncio.sleep(2 * pressure.POLL_S)
-    # What the engine has counted before.
+    # What the engine has counted before, which it is asked for while a slot is taken.
+    async with slots:
+        await asyncio.sleep(2 * pressure.POLL_S)
     watched.take()
     start = time.monotonic()
     await asyncio.gather(*map(one, range(TRAJECTORIES)))

@@ -17,6 +17,7 @@ from cli_runs import (
     steps_without_times,
     succeed,
 )
+from engine_probes import KEY
 from fleet import Fleet
 from slimrl_tools.toy.toy import ToySize, write_toy
 from transformers import AutoModelForCausalLM
@@ -100,13 +101,15 @@ def test_a_run_with_a_teacher_measures_the_reverse_kl_and_repeats_itself(workspa
 
 
 @pytest.mark.full
-def test_a_teacher_on_a_server_of_others_scores_and_is_left_running(workspace: Workspace, tmp_path: Path):
+def test_a_teacher_on_a_server_of_others_scores_and_is_left_running(workspace: Workspace, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", KEY.value)
     teacher = workspace.path / "teacher"
     rollout = RolloutConfig(max_trajectory_tokens=320, max_concurrency_per_engine=8, startup_timeout_s=200)
     with Fleet(rollout, teacher, tmp_path, precision=Precision.fp32) as fleet:
         (url,) = fleet.engine_urls
         out = tmp_path / "trajectories.jsonl"
-        overrides = workspace.overrides(*SMALL, f"teacher.urls=[{url}]", "rollout.prompts_per_step=2")
+        server = [f"teacher.urls=[{url}]", "teacher.api_key_env=TEACHER_KEY"]
+        overrides = workspace.overrides(*SMALL, *server, "rollout.prompts_per_step=2")
         succeed("rollout", GSPO, *overrides, "--out", str(out), timeout_s=RUN_S)
         assert worst_gap(teacher, read_trajectories(out)) <= 1e-4
         fleet.check()

@@ -20,6 +20,7 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.engine import EngineError, GenerateRequest, ScoreRequest
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.engines.client import SglangEngine
+from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.teacher import Teacher
 from slimrl.runtime.checks.teacher_check import why_no_teacher
 
@@ -121,14 +122,18 @@ async def test_what_the_engine_refuses_is_named(engine, url, model):
 def test_a_server_is_accepted_for_its_own_tokenizer_and_refused_for_others(url, model):
     tokenizer = build_tokenizer()
     size = json.loads((model / "config.json").read_text())["vocab_size"]
-    assert why_no_teacher(url, tokenizer, size) == ""
-    assert "its vocabulary is smaller than the policy's" in why_no_teacher(url, tokenizer, size + 1)
+    assert why_no_teacher(url, KEY, tokenizer, size) == ""
+    assert "its vocabulary is smaller than the policy's" in why_no_teacher(url, KEY, tokenizer, size + 1)
     other = build_tokenizer()
     other.add_tokens(["Привет"])
-    assert "has another tokenizer: a sample text is" in why_no_teacher(url, other, size)
+    assert "has another tokenizer: a sample text is" in why_no_teacher(url, KEY, other, size)
     special = build_tokenizer()
     special.add_special_tokens({"additional_special_tokens": ["<|never_said|>"]})
-    assert "and '' there" in why_no_teacher(url, special, size) or "has another" in why_no_teacher(url, special, size)
-    assert "no teacher answers there: ConnectError" in why_no_teacher("http://127.0.0.1:9", tokenizer, size)
+    assert "and '' there" in why_no_teacher(url, KEY, special, size) or "has another" in why_no_teacher(
+        url, KEY, special, size
+    )
+    assert "no teacher answers there: ConnectError" in why_no_teacher("http://127.0.0.1:9", KEY, tokenizer, size)
+    assert why_no_teacher(url, None, tokenizer, size).startswith("asks for a key: name the environment variable")
+    assert why_no_teacher(url, EngineKey("other"), tokenizer, size).startswith("refuses this key")
     # A teacher that is asked for nothing is left as it was.
     assert httpx.get(f"{url}/health").status_code == 200

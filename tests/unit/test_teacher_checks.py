@@ -44,6 +44,7 @@ def test_a_teacher_that_fits_has_no_problems_and_none_is_no_teacher():
         (["teacher.sglang.page_size=1"], "teacher.sglang", "there is no teacher."),
         (["teacher.path=m", "teacher.urls=[http://a:1]"], "teacher.urls", "Give one of the two."),
         (["teacher.urls=[node7]"], "teacher.urls", "'node7' is not the address of a server. Write http://HOST:PORT."),
+        (["teacher.path=m", "teacher.api_key_env=KEY"], "teacher.api_key_env", "teacher.urls names none."),
         (["teacher.urls=[http://a:1]", "deterministic=true"], "teacher.urls", "cannot repeat its scores"),
         (["teacher.path=m", "rollout.sampling.temperature=0.7"], "rollout.sampling.temperature", "0.7: SGLang scores"),
         (["teacher.path=m", "teacher.engine_tp=0"], "teacher.engine_tp", "must be at least 1"),
@@ -127,7 +128,7 @@ def test_every_token_of_the_policy_is_the_same_in_the_teacher_s_tokenizer():
     assert f"{size} is '<think>', there no token." in other_vocabulary(policy, build_tokenizer())
 
 
-def test_a_recipe_with_another_tokenizer_is_refused(tmp_path):
+def test_a_recipe_with_another_tokenizer_is_refused(tmp_path, monkeypatch):
     for name in ("policy", "teacher"):
         tokenizer = build_tokenizer()
         if name == "policy":
@@ -143,6 +144,11 @@ def test_a_recipe_with_another_tokenizer_is_refused(tmp_path):
     assert (
         teacher_problems(load_recipe(POLICY, [overrides[0], "teacher.urls=[http://127.0.0.1:9]"]), servers=False) == []
     )
+    (tmp_path / "policy" / "config.json").write_text('{"vocab_size": 8}')
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    keyed = [overrides[0], "teacher.urls=[http://127.0.0.1:9]", "teacher.api_key_env=NO_SUCH_KEY"]
+    (problem,) = teacher_problems(load_recipe(POLICY, keyed))
+    assert (problem.key, problem.message) == ("teacher.api_key_env", "the environment has no variable NO_SUCH_KEY.")
 
 
 def test_a_teacher_of_the_hub_is_fetched_and_named_by_its_folder(tmp_path, monkeypatch):

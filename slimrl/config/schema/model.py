@@ -31,6 +31,8 @@ class TeacherConfig:
     serves it on devices of its own. Empty for none."""
     urls: list[str] = field(default_factory=list)
     """SGLang servers of the teacher that somebody else runs, such as `http://node7:30000`, instead of `path`."""
+    api_key_env: str = ""
+    """Environment variable with the key of these servers, SGLang's `--api-key`. Empty for servers without one."""
     num_engines: PositiveInt = 1
     """Number of SGLang servers, each with a whole teacher."""
     engine_tp: PositiveInt = 1

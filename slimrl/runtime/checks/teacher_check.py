@@ -8,6 +8,7 @@ be the same token in the teacher's, which may have more. A server that somebody 
 3. for the log-prob of the last id of the policy's vocabulary, which SGLang refuses beyond the teacher's.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from slimrl.agent.chat.tokenizer import load_tokenizer
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import Problem
+from slimrl.config.schema.model import TeacherConfig
+from slimrl.engines.engine_key import EngineKey
 from slimrl.models.hf_config import read_hf_config
 
 TIMEOUT_S = 30.0
@@ -51,7 +54,10 @@ def teacher_problems(loaded: LoadedRecipe, *, servers: bool = True) -> list[Prob
     if not servers:
         return []
     vocab_size = int(read_hf_config(policy)["vocab_size"])
-    asked = ((url, why_no_teacher(url, tokenizer, vocab_size)) for url in teacher.urls)
+    if teacher.api_key_env and not os.environ.get(teacher.api_key_env):
+        return [loaded.problem("teacher.api_key_env", f"the environment has no variable {teacher.api_key_env}.")]
+    key = key_of_others(teacher)
+    asked = ((url, why_no_teacher(url, key, tokenizer, vocab_size)) for url in teacher.urls)
     return [loaded.problem("teacher.urls", f"{url}: {reason}") for url, reason in asked if reason]
 
 
@@ -72,11 +78,22 @@ def other_vocabulary(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokeniz
     )
 
 
-def why_no_teacher(url: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:
+def key_of_others(teacher: TeacherConfig) -> EngineKey | None:
+    """The key of the servers of `teacher.urls`; None where they have none."""
+    return EngineKey(os.environ[teacher.api_key_env]) if teacher.api_key_env else None
+
+
+def why_no_teacher(url: str, key: EngineKey | None, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:
     """Why the server cannot score tokens of this tokenizer; empty if it can."""
+    headers = {} if key is None else key.headers
     try:
-        with httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT_S, trust_env=False) as client:
             return next(_server_faults(client, tokenizer, vocab_size), "")
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code not in (401, 403):
+            return f"no teacher answers there: {error}".rstrip() + "."
+        wrong = "refuses this key" if key is not None else "asks for a key"
+        return f"{wrong}: name the environment variable that holds its --api-key in teacher.api_key_env."
     except httpx.HTTPError as error:
         return f"no teacher answers there: {type(error).__name__} {error}".rstrip() + "."
     except (KeyError, TypeError, ValueError) as error:
