@@ -116,7 +116,7 @@ def after_cold_start(folder: Path, start: Path, updates: int, settings: Sequence
         first = [
             f"steps={updates}", f"run.dir={folder}", f"run.name={name}", "tracking.wandb=disabled",
             f"model.path={start}", f"data.train={folder / 'data' / 'sft.jsonl'}",
-            f"trainer.optimizer.warmup_updates={min(20, updates - 1)}", "checkpoint.keep=1",
+            f"trainer.optimizer.warmup_updates={max(1, min(20, updates // 6))}", "checkpoint.keep=1",
         ]  # fmt: skip
         slimrl("sft", str(RECIPE.with_name("sft.yaml")), *first, *settings, "--resume-or-start")
     return model

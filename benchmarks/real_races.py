@@ -53,14 +53,14 @@ SFT = (
     f"trainer.max_tokens_per_rank={MAX_TRAJECTORY_TOKENS}",
     "trainer.optimizer.lr=3e-4",
     "trainer.optimizer.min_lr=3e-5",
-    "trainer.optimizer.warmup_updates=4",
     "checkpoint.every_steps=6",
 )
 
 LEARNING_RATE = 1e-7
 """It leaves the model what it is, so that answers keep their lengths."""
-MICRO_BATCH = 4
-"""Most trajectories that a rank of TRL trains on at once"""
+MICRO_BATCH, MICRO_BATCH_OF_TURNS = 4, 2
+"""Trajectories that a rank of TRL trains on at once, without and with the calculator: fewer than 2,000 tokens, padding
+included, whose activations are in memory together"""
 SLIMRL = (
     "reward.function=step:counted_reward",
     f"rollout.samples_per_prompt={SAMPLES}",
@@ -124,7 +124,7 @@ def _answers(options: Namespace, new_tokens: int, *, fixed: bool) -> WatchedRace
         model=options.model,
         prompts=data / "train.jsonl",
         slimrl=[*SLIMRL, f"rollout.prompts_per_step={options.prompts}", *slimrl],
-        trl={**COMPILED, "config": {**COMPILED["config"], **_batch(options.prompts), **trl}},
+        trl={**COMPILED, "config": {**COMPILED["config"], **_batch(options.prompts, MICRO_BATCH), **trl}},
         tools=False,
         tokens=trajectories * new_tokens if fixed else None,
         turns=trajectories,
@@ -157,7 +157,7 @@ def with_calculator(options: Namespace) -> WatchedRace:
         model=after_cold_start(folder, folder / "start", options.sft_updates, SFT),
         prompts=folder / "data" / "train.jsonl",
         slimrl=[*SLIMRL, f"rollout.prompts_per_step={options.prompts}", *slimrl],
-        trl={"config": {**_batch(options.prompts), **trl}},
+        trl={"config": {**_batch(options.prompts, MICRO_BATCH_OF_TURNS), **trl}},
         tools=True,
         tokens=None,
         turns=None,
@@ -166,14 +166,12 @@ def with_calculator(options: Namespace) -> WatchedRace:
     )
 
 
-def _batch(prompts: int) -> Mapping[str, Any]:
-    """TRL's words for the batch of a step in micro-batches."""
-    of_rank = prompts * SAMPLES // NUM_RANKS
-    micro_batch = min(MICRO_BATCH, of_rank)
+def _batch(prompts: int, micro_batch: int) -> Mapping[str, Any]:
+    """TRL's words for the batch of a step in micro-batches of so many trajectories, which divide SAMPLES."""
     return {
         "learning_rate": LEARNING_RATE,
         "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": of_rank // micro_batch,
+        "gradient_accumulation_steps": prompts * SAMPLES // NUM_RANKS // micro_batch,
     }
 
 

@@ -95,11 +95,12 @@ def test_the_expected_tokens_are_those_of_drawn_demonstrations(bench):
 
 
 def test_the_batch_of_a_step_is_whole_in_trl_s_micro_batches(bench):
+    races = bench("real_races")
     for prompts in (1, 2, 16):
-        batch = bench("real_races")._batch(prompts)
-        ranks = 2 * batch["per_device_train_batch_size"] * batch["gradient_accumulation_steps"]
-        assert ranks == prompts * 8
-        assert batch["per_device_train_batch_size"] <= 4
+        for micro_batch in (races.MICRO_BATCH, races.MICRO_BATCH_OF_TURNS):
+            batch = races._batch(prompts, micro_batch)
+            of_rank = batch["per_device_train_batch_size"] * batch["gradient_accumulation_steps"]
+            assert 2 * of_rank == prompts * 8
 
 
 def write_config(folder: Path, **changes) -> Path:
