@@ -104,7 +104,8 @@ def run(options: Namespace) -> None:
     reports: dict[str, Any] = {}
     for name in sorted(options.only or RACES):
         words, prepare, goal = RACES[name]
-        race, rounds = prepare(options), []
+        race = prepare(options)
+        rounds: list[Round] = []
         processor = Processor.measured(NUM_RANKS)
         for _ in range(options.rounds):
             rounds.append(run_round(race, options))

@@ -69,7 +69,7 @@ SLIMRL = (
     f"trainer.optimizer.lr={LEARNING_RATE}",
     "trainer.optimizer.min_lr=0",
 )
-COMPILED = {"config": {"cache_implementation": "static"}, "compile": {"mode": "default"}}
+COMPILED: Mapping[str, Any] = {"config": {"cache_implementation": "static"}, "compile": {"mode": "default"}}
 """TRL's generation with a static cache, which can be compiled"""
 
 
