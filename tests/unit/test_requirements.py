@@ -47,6 +47,36 @@ def test_trl_is_compared_with_the_packages_of_the_tests():
     assert trl["trl"] == pins("requirements/peers.txt")["trl"]
 
 
+def imported_on_import(path: Path, seen: set[Path]) -> set[str]:
+    """Top names of the packages beside slimrl that importing a file imports, its own modules' included."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if not name.startswith("slimrl."):
+                found.add(name.split(".")[0])
+                continue
+            whole = ROOT.joinpath(*name.split("."))
+            files = [file for at in (whole, whole.parent) for file in (at.with_suffix(".py"), at / "__init__.py")]
+            module = next(file for file in files if file.is_file())
+            if module not in seen:
+                seen.add(module)
+                found |= imported_on_import(module, seen)
+    return found - sys.stdlib_module_names
+
+
+def test_trl_s_environment_has_the_packages_of_its_half_of_the_races():
+    imported = imported_on_import(ROOT / "benchmarks" / "trl_steps.py", set())
+    assert {"trl", "torch", "jsonschema"} <= imported
+    distributions = packages_distributions()
+    needed = {canonicalize_name(distributions.get(name, [name])[0]) for name in imported}
+    assert needed <= pins("requirements/trl.txt").keys()
+
+
 def test_a_gpu_machine_gets_the_versions_of_the_tests():
     lock, gpu = pins("requirements/lock.txt"), pins("requirements/gpu.txt")
     assert {name: gpu[name] for name in ("sglang", "megatron-core")} == {
