@@ -79,7 +79,10 @@ def test_an_exception_of_one_comparison_is_named_and_its_process_goes_on(process
 
 
 def test_a_process_that_has_grown_is_replaced(processes):
-    processes.scripts += [([True, False], [limited_processes.KEPT_BYTES, limited_processes.KEPT_BYTES + 1]), ([True], None)]
+    processes.scripts += [
+        ([True, False], [limited_processes.KEPT_BYTES, limited_processes.KEPT_BYTES + 1]),
+        ([True], None),
+    ]
     shared = Comparers(max_processes=1)
     assert [shared.equivalent("a", "b") for _ in range(3)] == [True, False, True]
     assert [process.lives for process in processes.started] == [False, True]
@@ -141,7 +144,7 @@ def test_the_process_says_that_it_is_ready_and_answers_each_line(monkeypatch):
     stream = lambda number: SimpleNamespace(fileno=lambda: number)  # noqa: E731
     lines = [json.dumps(pair) + "\n" for pair in (["x", "x"], ["1/", "y"], ["x", "y"])]
     monkeypatch.setattr(limited_program, "sys", SimpleNamespace(
-        stdout=stream(11), stderr=stream(12), stdin=lines, argv=["limited_program.py", "comparison.py", "9", "1000000000"]
+        stdout=stream(11), stderr=stream(12), stdin=lines, argv=["program.py", "comparison.py", "9", "1000000000"]
     ))  # fmt: skip
     limited_program.main()
     assert answers.getvalue() == 'true\ntrue\n"TypeError: no truth"\nfalse\n'
