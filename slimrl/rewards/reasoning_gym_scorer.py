@@ -27,33 +27,12 @@ EVALUATING = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 """Tasks whose scorer gives the answer to `eval`, where a list in Python's form is right too"""
 SYMBOLIC = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 """Tasks whose scorer gives the answer to sympy"""
-_FUNCTIONS = set(
-    [
-        "pi",
-        "exp",
-        "log",
-        "ln",
-        "sqrt",
-        "abs",
-        "Abs",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erf",
-    ]
-)
+_FUNCTIONS = {"pi", "exp", "log", "ln", "sqrt", "abs", "Abs", "erf"} | {
+    f"{inverse}{name}{hyperbolic}"
+    for name in ("sin", "cos", "tan", "cot", "sec", "csc")
+    for inverse in ("", "a")
+    for hyperbolic in ("", "h")
+}
 _NAME = re.compile(r"[^\W\d]\w*")
 _FORMULA = re.compile(r"[\w\s.,+\-*/^()=]*")
 

@@ -9,7 +9,11 @@ from slimrl_tools.cli import app
 from slimrl_tools.prepare.reasoning_gym import prepare_tasks
 from typer.testing import CliRunner
 
+from slimrl.config.load import load_recipe
+from slimrl.data.mixture import Mixture
 from slimrl.data.prompts import read_prompts
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
 
 
 def prepare(tasks: str, out: Path, *options: str):
@@ -37,6 +41,25 @@ def test_each_task_gets_files_of_different_questions(tmp_path):
             entry = prompt.metadata["entry"]
             assert (prompt.messages[0]["content"], prompt.label) == (entry["question"], entry["answer"])
             assert reasoning_gym.get_score_answer_fn(task)(answer=prompt.label, entry=entry) == 1
+
+
+@pytest.mark.parametrize("difficulty", ["1", "0,1"])
+def test_the_lines_for_a_recipe_train_on_each_file_alike_and_evaluate_on_each(difficulty, tmp_path):
+    done = prepare("gcd,lcm", tmp_path, "--num", "12", "--heldout", "4", "--difficulty", difficulty)
+    printed = done.output.partition("For a recipe:")[2]
+    reward = 'reward: {function: "slimrl.rewards.reasoning_gym:ReasoningGym"}\nagent: {tools: []}\n'
+    (tmp_path / "recipe.yaml").write_text(f"extends: {RECIPE}\n{reward}{printed}")
+    data = load_recipe(tmp_path / "recipe.yaml", [], command="train").recipe.data
+    endings = [f"_{level}" for level in (0, 1)] if difficulty == "0,1" else [""]
+    names = [f"{task}{ending}" for task in ("gcd", "lcm") for ending in endings]
+    assert list(data.eval) == ["heldout", *names]  # the first is the extended recipe's
+    assert list(data.train_files) == ["train", *names[1:]]
+    assert set(data.weights.values()) == {1}
+    files = {name: read_prompts(Path(file)) for name, file in data.train_files.items()}
+    taken = Mixture(files, data.weights, seed=0, shuffle=True).take(12 * len(names))
+    assert {prompt.source for prompt in taken} == {prompt.source for prompts in files.values() for prompt in prompts}
+    heldout = {prompt.messages[0]["content"] for name in names for prompt in read_prompts(Path(data.eval[name]))}
+    assert not heldout & {prompt.messages[0]["content"] for prompt in taken}
 
 
 def test_the_seed_decides_what_is_written(tmp_path):

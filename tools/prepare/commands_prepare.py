@@ -54,12 +54,14 @@ def prepare(
     with exit_codes():
         options = {"--difficulty": difficulty, "--num": num, "--heldout": heldout, "--seed": seed}
         if name == "reasoning-gym":
-            from slimrl_tools.prepare.reasoning_gym import prepare_tasks
+            from slimrl_tools.prepare.reasoning_gym import prepare_tasks, recipe_lines
 
-            for files in prepare_tasks(
+            written = prepare_tasks(
                 source, out, difficulty=difficulty or "", num=num or NUM, heldout=heldout or HELDOUT, seed=seed or 0
-            ):
+            )
+            for files in written:
                 typer.echo(str(files))
+            typer.echo(f"\nFor a recipe:\n\n{recipe_lines(written)}", nl=False)
             return
         if given := [option for option, value in options.items() if value is not None]:
             raise ValueError(f"{', '.join(given)}: only for reasoning-gym, and not for {name}")

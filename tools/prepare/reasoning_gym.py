@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from slimrl_tools.prepare.difficulty import Difficulty, configured, read_difficulty
 
 from slimrl.base.atomic import atomic_file
@@ -42,6 +43,11 @@ class TaskFiles:
     num_train: int
     num_heldout: int
     wanted: int
+
+    @property
+    def name(self) -> str:
+        """For a recipe: the task, with the number in the files' names if there are several levels."""
+        return self.task + self.train.stem.removeprefix("train")
 
     def __str__(self) -> str:
         text = f"{self.train}: {self.num_train} questions; {self.heldout}: {self.num_heldout}"
@@ -83,6 +89,17 @@ def prepare_tasks(names: str, out: Path, *, difficulty: str = "", num: int, held
         for task in tasks
         for files in _write_task(task, out / task, arguments[task], wished, num=num, heldout=heldout, seed=seed)
     ]
+
+
+def recipe_lines(written: Sequence[TaskFiles]) -> str:
+    """The section `data` of a recipe that trains on all of these files in equal parts, and evaluates on each."""
+    names = [files.name for files in written]
+    first, *train = (str(files.train) for files in written)
+    data: dict[str, Any] = {"train": first}
+    if train:
+        data |= {"more": dict(zip(names[1:], train, strict=True)), "weights": dict.fromkeys(["train", *names[1:]], 1)}
+    data["eval"] = {name: str(files.heldout) for name, files in zip(names, written, strict=True)}
+    return yaml.safe_dump({"data": data}, sort_keys=False, width=1000)
 
 
 def _check_task(task: str, known: Sequence[str], tasks: Sequence[str], folder: Path) -> None:
