@@ -133,6 +133,36 @@ def test_the_real_model_is_fetched_alone_checked_and_converted_once(tmp_path):
     assert "Nothing to be done" in done
 
 
+def test_the_quickstart_of_the_real_model_does_its_parts_in_order_and_none_twice(tmp_path):
+    lines = commands("quickstart-real", f"QUICKSTART_REAL={tmp_path}/q", "REAL_SETTINGS=steps=3").splitlines()
+    tools = [re.sub(r"^.*\.venv/bin/(slimrl\S*) (\S+ \S+).*", r"\1 \2", line) for line in lines if "bin/slimrl" in line]
+    recipe = "recipes/smollm2/reasoning.yaml"
+    assert tools[-7:] == [
+        "slimrl-tools convert gguf-to-hf",
+        *["slimrl-tools prepare reasoning-gym"] * 2,
+        f"slimrl eval {recipe}",
+        f"slimrl train {recipe}",
+        f"slimrl eval {recipe}",
+        "slimrl eval compare",
+    ]
+    trained = f"{tmp_path}/q/reasoning/export/hf"
+    (train,) = (line for line in lines if "slimrl train" in line)
+    assert train.startswith(f"test -d {trained} ||")
+    assert train.endswith(" steps=3 --resume-or-start; }")
+    before, after = (line for line in lines if f"eval {recipe}" in line)
+    assert before.endswith(f" --checkpoint models/SmolLM2-135M-Instruct --out {tmp_path}/q/before")
+    assert after.endswith(f" --checkpoint {trained} --out {tmp_path}/q/after")
+    # The folder of the data gets its name when both tasks are written, and is not written again.
+    assert f"mv {tmp_path}/q/data.partial {tmp_path}/q/data" in lines
+    (tmp_path / "q" / "data").mkdir(parents=True)
+    (tmp_path / "stamp").touch()
+    there = ["make", "--dry-run", "quickstart-real", f"QUICKSTART_REAL={tmp_path}/q", f"REAL_MODEL={tmp_path}",
+             f"STAMP={tmp_path}/stamp"]  # fmt: skip
+    done = subprocess.run(there, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "prepare" not in done
+    assert "slimrl train" in done
+
+
 def test_the_package_declares_what_requirements_hold():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["tool"]["setuptools"]["dynamic"]
