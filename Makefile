@@ -31,10 +31,10 @@ SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN) steps=400 sft.batch_conversation
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu quickstart real-model test test-all test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
+.PHONY: help setup setup-gpu quickstart real-model quickstart-real test test-all test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with the pinned dependencies: 1 to 3 minutes, 6.7 GB; updates it when requirements/ changes
 
@@ -91,6 +91,28 @@ $(REAL_MODEL): | $(STAMP)
 	@mkdir -p $(dir $@)
 	@rm -rf $(dir $@).$(notdir $@).partial
 	$(BIN)/slimrl-tools convert gguf-to-hf $(REAL_GGUF) $@
+
+# Folder of `make quickstart-real`, and further settings of its recipe, such as steps=20. Each part goes on where an
+# earlier call ended, and one that is complete is not done again: remove the folder to begin anew.
+QUICKSTART_REAL ?= runs/quickstart-real
+REAL_SETTINGS ?=
+REASONING = recipes/smollm2/reasoning.yaml run.dir=$(QUICKSTART_REAL) model.path=$(REAL_MODEL) seed=$(SEED) $(REAL_SETTINGS)
+REAL_TRAINED := $(QUICKSTART_REAL)/reasoning/export/hf
+PREPARE_TASKS = $(BIN)/slimrl-tools prepare reasoning-gym
+
+quickstart-real: $(REAL_MODEL) $(QUICKSTART_REAL)/data ## train that model to answer small arithmetic (2 cores; a second call goes on where the first ended; docs/recipes.md)
+	$(BIN)/slimrl eval $(REASONING) --checkpoint $(REAL_MODEL) --out $(QUICKSTART_REAL)/before
+	@test -d $(REAL_TRAINED) || { set -x; $(BIN)/slimrl train $(REASONING) --resume-or-start; }
+	$(BIN)/slimrl eval $(REASONING) --checkpoint $(REAL_TRAINED) --out $(QUICKSTART_REAL)/after
+	$(BIN)/slimrl eval compare $(QUICKSTART_REAL)/before $(QUICKSTART_REAL)/after --answers 10
+	@echo "The learning curve: $(QUICKSTART_REAL)/reasoning/curve.png. The model: $(REAL_TRAINED)"
+
+# There are but 100 products of two numbers of one digit.
+$(QUICKSTART_REAL)/data: | $(STAMP)
+	@rm -rf $@.partial
+	$(PREPARE_TASKS) chain_sum,gcd $@.partial --difficulty chain_sum.max_terms=3,chain_sum.max_digits=1,gcd.max_value=30 --num 500 --heldout 100 --seed $(SEED)
+	$(PREPARE_TASKS) products $@.partial --difficulty max_digits=1 --num 60 --heldout 40 --seed $(SEED)
+	@mv $@.partial $@
 
 # Long tests first, so that short ones fill the last minutes of all processes.
 test: $(STAMP) ## representative integration tests, then unit tests (about 20 minutes on 2 cores)

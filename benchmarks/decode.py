@@ -1,6 +1,7 @@
 """SGLang's CPU engine with slimrl's plugin against the same engine as shipped, in one run on the toy model.
 
-Both have one thread and answer in turn; greedy tokens and their log-probs are compared.
+With `--against` the other engine has the plugin of another checkout of slimrl. Both have one thread and answer in turn;
+greedy tokens and their log-probs are compared.
 """
 
 import argparse
@@ -43,7 +44,8 @@ def serve_shipped(arguments: list[str]) -> None:
 class Engine:
     """One of the two engines."""
 
-    def __init__(self, name: str, model: Path, folder: Path, max_concurrency: int) -> None:
+    def __init__(self, name: str, model: Path, folder: Path, max_concurrency: int, checkout: Path | None) -> None:
+        """checkout: of slimrl, whose plugin the engine `against` has."""
         from slimrl.config.schema.precision import Precision
         from slimrl.config.schema.rollout import RolloutConfig
         from slimrl.engines.engine_key import new_key
@@ -59,7 +61,10 @@ class Engine:
         )
         env, log = engine_environment(rollout, precision=Precision.fp32, cuda=False), folder / f"{name}.log"
         self._key = new_key()
-        if name == "slimrl":
+        if name == "against":
+            # Python looks into the present folder first, unless told otherwise.
+            env |= {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
+        if name != "shipped":
             self.process = start_engine(name, self._key, arguments, env, log)
             return
         # The list of plugins to load; no plugin has this name.
@@ -148,8 +153,8 @@ def run(engines: list[Engine], repeats: int, batches: list[int]) -> dict:
         result[case] = {
             "tokens_per_s": {name: tokens / seconds for name, seconds in wall.items()},
             "cpu_us_per_token": {name: 1e6 * seconds / tokens for name, seconds in cpu.items()},
-            "ratio": wall["shipped"] / wall["slimrl"],
-            "cpu_ratio": cpu["shipped"] / cpu["slimrl"],
+            "ratio": wall[engines[0].name] / wall[engines[1].name],
+            "cpu_ratio": cpu[engines[0].name] / cpu[engines[1].name],
         }
         speeds = ", ".join(f"{name} {speed:.0f} tok/s" for name, speed in result[case]["tokens_per_s"].items())
         ratios = f"ratio {result[case]['ratio']:.2f}, of processor time {result[case]['cpu_ratio']:.2f}"
@@ -168,6 +173,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="sequences at a time, of each case")
     parser.add_argument("--model", type=Path, help="a checkpoint instead of the toy")
+    parser.add_argument("--against", type=Path, help="a checkout of slimrl, in place of the engine as shipped")
     options = parser.parse_args()
     if options.repeats < 1 or min(options.batches) < 1:
         print("--repeats and --batches: at least 1.", file=sys.stderr)
@@ -177,7 +183,9 @@ def main() -> int:
         if options.model is None:
             write_toy("qwen3_moe", folder / "toy", ToySize(init_std=0.1), seed=0)
         model, most = options.model or folder / "toy", max(options.batches)
-        engines = [Engine(kind, model, folder, most) for kind in ("shipped", "slimrl")]
+        against = None if options.against is None else options.against.resolve()
+        kinds = ("shipped" if against is None else "against", "slimrl")
+        engines = [Engine(kind, model, folder, most, against) for kind in kinds]
         try:
             for engine in engines:
                 engine.wait_ready()

@@ -76,12 +76,13 @@ def conversation(rng: random.Random, lengths: Sequence[int]) -> Conversation:
     return messages
 
 
-def write_data(out: Path) -> None:
-    """`train.jsonl`, the questions, and `sft.jsonl`, the demonstrations."""
+def write_data(out: Path, turns: Sequence[int], lengths: Sequence[int], *, prompts: int, conversations: int) -> None:
+    """`train.jsonl`, the questions, and `sft.jsonl`, the demonstrations: the number of turns of each is drawn from
+    `turns`, the length of each turn from `lengths`."""
     rng = random.Random(0)
-    drawn = ([rng.choice(LENGTHS) for _ in range(rng.choice(TURNS))] for _ in range(SFT_CONVERSATIONS))
-    demonstrations = ({"messages": conversation(rng, lengths), "tools": TOOLS} for lengths in drawn)
-    questions = [conversation(rng, [1])[1]["content"] for _ in range(PROMPTS)]
+    drawn = ([rng.choice(lengths) for _ in range(rng.choice(turns))] for _ in range(conversations))
+    demonstrations = ({"messages": conversation(rng, each), "tools": TOOLS} for each in drawn)
+    questions = [conversation(rng, [1])[1]["content"] for _ in range(prompts)]
     with atomic_folder(out) as partial:
         write_lines(partial / "train.jsonl", ({"prompt": text, "label": None} for text in questions))
         write_lines(partial / "sft.jsonl", demonstrations)
@@ -101,25 +102,37 @@ def mean_tokens() -> float:
     return answer + (statistics.mean(TURNS) - 1) * (with_call - answer)
 
 
+def after_cold_start(folder: Path, start: Path, updates: int, settings: Sequence[str]) -> Path:
+    """The model after a cold start of so many updates on the demonstrations of `folder / "data"`, made in `folder`
+    unless it is there.
+
+    Args:
+        start: the model before it.
+        settings: over those of the recipe for the cold start.
+    """
+    name = f"sft{updates}"
+    model = folder / name / "export" / "hf"
+    if not model.is_dir():
+        first = [
+            f"steps={updates}", f"run.dir={folder}", f"run.name={name}", "tracking.wandb=disabled",
+            f"model.path={start}", f"data.train={folder / 'data' / 'sft.jsonl'}",
+            f"trainer.optimizer.warmup_updates={max(1, min(20, updates // 6))}", "checkpoint.keep=1",
+        ]  # fmt: skip
+        slimrl("sft", str(RECIPE.with_name("sft.yaml")), *first, *settings, "--resume-or-start")
+    return model
+
+
 def prepare(options: Namespace) -> Race:
     """The race; its data, and the model after its cold start, are made unless they are there."""
     folder = options.folder / "agents"
-    data, start, name = folder / "data", folder / "random", f"sft{options.sft_updates}"
+    data, start = folder / "data", folder / "random"
     if not data.is_dir():
-        write_data(data)
+        write_data(data, TURNS, LENGTHS, prompts=PROMPTS, conversations=SFT_CONVERSATIONS)
     if not start.is_dir():
         write_toy("qwen3_moe", start, ToySize(layers=3, max_position=MAX_TRAJECTORY_TOKENS), seed=0)
-    model = folder / name / "export" / "hf"
-    if not model.is_dir():
-        settings = [
-            f"steps={options.sft_updates}", f"run.dir={folder}", f"run.name={name}", "tracking.wandb=disabled",
-            f"model.path={start}", f"data.train={data / 'sft.jsonl'}", f"sft.max_tokens={MAX_TRAJECTORY_TOKENS}",
-            f"trainer.optimizer.warmup_updates={min(20, options.sft_updates - 1)}",
-            "checkpoint.every_steps=100", "checkpoint.keep=1",
-        ]  # fmt: skip
-        slimrl("sft", str(RECIPE.with_name("sft.yaml")), *settings, "--resume-or-start")
+    settings = [f"sft.max_tokens={MAX_TRAJECTORY_TOKENS}", "checkpoint.every_steps=100"]
     return Race(
-        model=model,
+        model=after_cold_start(folder, start, options.sft_updates, settings),
         prompts=data / "train.jsonl",
         slimrl=SLIMRL,
         trl=TRL,

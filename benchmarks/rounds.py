@@ -21,6 +21,8 @@ from step import PHASES, PROMPTS, SAMPLES, overrides
 
 from slimrl.data.prompts import read_prompts
 
+FAILURES = (OSError, ValueError, OmegaConfBaseException, subprocess.SubprocessError)
+"""What a race may end in: wrong options, other work than expected, or a process that failed"""
 WARMUP = 2
 """Steps of each run that are not counted: TRL compiles in them."""
 SIDES: dict[str, dict[str, str]] = {
@@ -55,6 +57,8 @@ LEAN = {
     "disable_tqdm": True,
 }
 """Nothing that costs time beside the step"""
+Round = dict[str, Any]
+"""`seconds`, `steps` and `load_before`, each by side"""
 LAYOUT = ("trainer.parallel.expert=1", "trainer.max_tokens_per_rank=8192")
 """TRL's for slimrl: each of two processes has the whole model, and takes up to 8,192 tokens at once"""
 
@@ -68,8 +72,9 @@ class Race:
         slimrl: settings over those of benchmarks/step.py and `LAYOUT`.
         trl: `config` (GRPOConfig), `model` (from_pretrained), and `compile` (CompileConfig) if generation compiles.
         tools: whether TRL gets the calculator.
-        tokens, turns: that a step samples in the mean.
-        tolerance: largest relative difference from both.
+        tokens, turns: that a step samples in the mean; None if only the sides are compared with each other.
+        tolerance: largest relative difference from both, or between the sides.
+        warmup: steps of each run that are not counted.
     """
 
     model: Path
@@ -77,9 +82,10 @@ class Race:
     slimrl: Sequence[str]
     trl: Mapping[str, Any]
     tools: bool
-    tokens: float
-    turns: float
+    tokens: float | None
+    turns: float | None
     tolerance: float
+    warmup: int = WARMUP
 
     def run_trl(self, python: Path, repeats: int, changes: Sequence[str]) -> Steps:
         """Counted steps of TRL.
@@ -87,7 +93,7 @@ class Race:
         Args:
             changes: `config.KEY=VALUE`, `model.KEY=VALUE` or `compile.KEY=VALUE`, over `trl`.
         """
-        base = {"config": {**GSPO, **LEAN, "max_steps": WARMUP + repeats}, "model": {"dtype": "float32"}}
+        base = {"config": {**GSPO, **LEAN, "max_steps": self.warmup + repeats}, "model": {"dtype": "float32"}}
         settings = OmegaConf.merge(base, dict(self.trl), OmegaConf.from_dotlist(list(changes)))
         system = {"role": "system", "content": SYSTEM_PROMPT}
         work = {
@@ -106,11 +112,15 @@ class Race:
         """
         with TemporaryDirectory() as name:
             folder = Path(name)
-            first = overrides(self.model.absolute(), self.prompts.absolute(), folder, repeats + WARMUP - 1)
+            first = overrides(self.model.absolute(), self.prompts.absolute(), folder, repeats + self.warmup - 1)
             steps = run_slimrl(folder / "step", [*first, *LAYOUT, *self.slimrl, *changes])[-repeats:]
         return self._checked(
             [
-                {**step, "tokens": step["rollout/tokens"], "turns": PROMPTS * SAMPLES * step["rollout/turns_mean"]}
+                {
+                    **step,
+                    "tokens": step["rollout/tokens"],
+                    "turns": step["rollout/trajectories"] * step["rollout/turns_mean"],
+                }
                 for step in steps
             ]
         )
@@ -119,9 +129,18 @@ class Race:
         """The same steps. Raises ValueError if they did other work."""
         for key, expected in (("tokens", self.tokens), ("turns", self.turns)):
             mean = statistics.mean(step[key] for step in steps)
-            if abs(mean / expected - 1) > self.tolerance:
+            if expected is not None and abs(mean / expected - 1) > self.tolerance:
                 raise ValueError(f"a step sampled {mean:.0f} {key}, not {expected:.0f}")
         return steps
+
+    def compare_work(self, rounds: Sequence[Round]) -> None:
+        """Raises ValueError if the steps of one side sampled more than those of the other."""
+        sides = list(rounds[0]["steps"])
+        for key in ("tokens", "turns"):
+            means = [statistics.mean(step[key] for each in rounds for step in each["steps"][side]) for side in sides]
+            if max(means) > (1 + self.tolerance) * min(means):
+                found = " and ".join(f"{mean:.0f} of {side}" for side, mean in zip(sides, means, strict=True))
+                raise ValueError(f"the sides sampled other numbers of {key} in a step: {found}")
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
@@ -145,23 +164,34 @@ def main_of(parser: argparse.ArgumentParser, title: str, prepare: Callable[[argp
     Args:
         prepare: makes what is not there yet in `options.folder`.
     """
+    options = parsed(parser)
+    try:
+        race = prepare(options)
+        rounds = [run_round(race, options) for _ in range(options.rounds)]
+    except FAILURES as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    print_rounds(f"{title}; medians of {options.repeats} steps, in seconds", rounds)
+    write_figures(options.json, summary_of(rounds))
+    return 0
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of the command line; ends the process if they are no options of a race."""
     options = parser.parse_intermixed_args()
     if options.rounds < 1 or options.repeats < 1:
         parser.error("--rounds and --repeats: at least 1")
-    try:
-        race = prepare(options)
-        rounds = [_round(race, options) for _ in range(options.rounds)]
-    except (OSError, ValueError, OmegaConfBaseException, subprocess.SubprocessError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+    return options
+
+
+def summary_of(rounds: Sequence[Round]) -> dict[str, Any]:
+    """The rounds, `medians` of their seconds by side and phase, and `ratio_of` the medians."""
     seconds = [each["seconds"] for each in rounds]
     medians = {
         side: {phase: statistics.median(each[side][phase] for each in seconds) for phase in phases}
         for side, phases in seconds[0].items()
     }
-    _print_table(f"{title}; medians of {options.repeats} steps, in seconds", [*seconds, medians])
-    write_figures(options.json, {"rounds": rounds, "medians": medians, "ratio": ratio_of(medians)})
-    return 0
+    return {"rounds": list(rounds), "medians": medians, "ratio": ratio_of(medians)}
 
 
 def ratio_of(seconds: Mapping[str, Mapping[str, float]]) -> float | None:
@@ -169,13 +199,13 @@ def ratio_of(seconds: Mapping[str, Mapping[str, float]]) -> float | None:
     return seconds["TRL"]["total"] / seconds["slimrl"]["total"] if len(seconds) == len(SIDES) else None
 
 
-def _round(race: Race, options: argparse.Namespace) -> dict[str, Any]:
-    """Side -> steps, median seconds by phase and the load average before them."""
+def run_round(race: Race, options: argparse.Namespace) -> Round:
+    """One round: by side the steps, median seconds of the phases and the load average before them."""
     ways: dict[str, Callable[[], Steps]] = {
         "TRL": lambda: race.run_trl(make_venv(options.venv), options.repeats, options.trl),
         "slimrl": lambda: race.run_slimrl(options.repeats, options.settings),
     }
-    made: dict[str, Any] = {"seconds": {}, "steps": {}, "load_before": {}}
+    made: Round = {"seconds": {}, "steps": {}, "load_before": {}}
     for side in options.side or SIDES:
         made["load_before"][side] = os.getloadavg()[0]
         made["steps"][side] = steps = ways[side]()
@@ -185,7 +215,9 @@ def _round(race: Race, options: argparse.Namespace) -> dict[str, Any]:
     return made
 
 
-def _print_table(title: str, columns: Sequence[Mapping[str, Mapping[str, float]]]) -> None:
+def print_rounds(title: str, rounds: Sequence[Round]) -> None:
+    """A table of the seconds of each phase: a column for each round, and their medians."""
+    columns = [*(each["seconds"] for each in rounds), summary_of(rounds)["medians"]]
     table = make_table(title, ("", *(f"round {number}" for number in range(1, len(columns))), "median"))
     for side in columns[0]:
         for phase in SIDES[side]:

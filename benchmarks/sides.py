@@ -50,7 +50,7 @@ def make_venv(folder: Path) -> Path:
 
 
 def run_trl(python: Path, work: Mapping[str, Any]) -> Steps:
-    """`total_s`, `generation_s`, `training_s`, `tokens` and `turns` of each step but the first.
+    """What trl_steps.py writes of each step but the first, and `training_s`, all but the generation.
 
     Args:
         work: what trl_steps.py reads.

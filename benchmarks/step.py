@@ -20,6 +20,7 @@ from slimrl.base.seeds import derive_seed
 from slimrl.data.prompts import read_prompts
 from slimrl.data.trajectory import Prompt, Trajectory
 from slimrl.observability.metrics import read_metrics
+from slimrl.rewards.scoring import Score
 from slimrl.runtime import commands
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
@@ -37,6 +38,11 @@ PHASES = {
 def reward(trajectory: Trajectory, prompt: Prompt) -> float:
     """Between 0 and 1, fixed by the trajectory's id and never equal within a group."""
     return derive_seed(0, "reward", trajectory.trajectory_id) % 1_000_003 / 1_000_003
+
+
+def counted_reward(trajectory: Trajectory, prompt: Prompt) -> Score:
+    """The same reward; the metric `reward/parts/tokens` is the mean of the trajectories' tokens, prompts included."""
+    return Score(reward=reward(trajectory, prompt), parts={"tokens": float(trajectory.num_tokens)})
 
 
 def overrides(checkpoint: Path, prompts: Path, folder: Path, repeats: int) -> list[str]:

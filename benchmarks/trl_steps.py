@@ -3,8 +3,8 @@
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/trl_steps.py WORK.json OUT.json
 
 It runs in TRL's environment, and benchmarks/sides.py writes WORK. OUT gets the steps of rank 0 but the first: `total_s`
-from the end of the step before to the end of this one, `generation_s` of it with tools, `tokens` and `turns` sampled by
-all ranks.
+from the end of the step before to the end of this one, `generation_s` of it with tools, and of all ranks `tokens` and
+`turns` that were sampled and `sequence_tokens`, the tokens of all trajectories with prompts and tools' answers.
 """
 
 import json
@@ -38,11 +38,12 @@ class TimedTrainer(GRPOTrainer):
         start = time.perf_counter()
         made = super()._generate(prompts)
         seconds = time.perf_counter() - start
-        _, completion_ids, tool_mask, completions, *_ = made
+        prompt_ids, completion_ids, tool_mask, completions, *_ = made
         sampled = map(sum, tool_mask) if self.tools else map(len, completion_ids)
         turns = [sum(message["role"] == "assistant" for message in messages) for messages in completions]
-        tokens, num_turns = self.accelerator.reduce(torch.tensor([sum(sampled), sum(turns)])).tolist()
-        self.generated = {"generation_s": seconds, "tokens": tokens, "turns": num_turns}
+        whole = sum(map(len, [*prompt_ids, *completion_ids]))
+        tokens, num_turns, whole = self.accelerator.reduce(torch.tensor([sum(sampled), sum(turns), whole])).tolist()
+        self.generated = {"generation_s": seconds, "tokens": tokens, "turns": num_turns, "sequence_tokens": whole}
         return made
 
 

@@ -13,6 +13,7 @@ import typer
 from slimrl.base.threads import end_process_if_calls_hang
 from slimrl.cli import config, evaluation, inspect_chat, launch, plan, resync, runs, simulate
 from slimrl.cli.exit_codes import exit_codes
+from slimrl.cli.unknown_option import CommandWithHints
 
 
 class _App(typer.Typer):
@@ -59,7 +60,7 @@ COMMANDS: tuple[tuple[typer.Typer, str, Callable[..., None]], ...] = (
     (launch_app, "slurm", launch.slurm),
 )
 for group, name, command in COMMANDS:
-    group.command(name)(exit_codes()(command))
+    group.command(name, cls=CommandWithHints)(exit_codes()(command))
 
 
 def _print_version(asked: bool) -> None:

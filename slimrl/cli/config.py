@@ -10,7 +10,7 @@ from rich.table import Table
 from slimrl.cli.arguments import ForCommand, Overrides, Recipe
 from slimrl.observability.terminal import plain_console
 
-OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
+OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.-]*=|~")
 """Start of a setting on the command line, which tells it from a recipe."""
 
 

@@ -60,18 +60,22 @@ def evaluate(
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="Folder of an evaluation, its --out.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Folder of another one of the same prompts.")],
+    answers: Annotated[int, typer.Option(min=0, help="Print this many questions of each set with both answers.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Compare two evaluations prompt by prompt: the difference B - A with its interval."""
     from slimrl.base.output_file import check_output_file
+    from slimrl.evaluation.answer_rows import answer_rows
     from slimrl.evaluation.comparison import compare
     from slimrl.evaluation.folder import EvalFolder
-    from slimrl.evaluation.tables import print_comparison
+    from slimrl.evaluation.tables import print_answers, print_comparison
 
     if json_file is not None:
         check_output_file("--json-file", json_file)
     comparisons = compare(EvalFolder(a), EvalFolder(b))
     print_comparison(comparisons)
+    if answers > 0:
+        print_answers(answer_rows(EvalFolder(a), EvalFolder(b), answers))
     if json_file is not None:
         sets = {one.name: asdict(one) for one in comparisons}
         json_file.write_text(json.dumps({"a": str(a), "b": str(b), "sets": sets}, indent=2) + "\n")

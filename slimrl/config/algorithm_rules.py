@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from slimrl.config.elsewhere import value_here
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema.algorithm import (
     AdvantageName,
@@ -33,7 +34,8 @@ def algorithm_violations(recipe: Recipe) -> Iterator[Violation]:
     for key, (value, members) in choices.items():
         known = [member.value for member in members]
         if value not in known and not MODULE_FUNCTION.fullmatch(value):
-            meant = suggestion(value, known) or f" Known are {', '.join(known)}."
+            here = value_here(f"algorithm.{key}", value)
+            meant = suggestion(here or value, known) or f" Known are {', '.join(known)}."
             yield f"algorithm.{key}", f"{value!r} is neither one of ours nor an import path module:function.{meant}"
     if algorithm.clip_low > 1:
         yield (

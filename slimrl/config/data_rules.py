@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from slimrl.config.load import is_needed
 from slimrl.config.problems import Violation, suggestion
+from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 
@@ -24,6 +25,7 @@ def data_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
         yield from _key_violations("data.eval_keys", data.eval_keys, PROMPT_KEYS, command)
     if is_needed("data.weights", command):
         yield from _weight_violations(recipe)
+        yield from _curriculum_violations(recipe, command)
     longest, whole = data.max_prompt_tokens, recipe.rollout.max_trajectory_tokens
     if command in ("train", "eval", "rollout") and longest is not None and longest >= whole:
         message = f"{longest} leaves no room to answer; rollout.max_trajectory_tokens is {whole}. Use less."
@@ -40,6 +42,26 @@ def _weight_violations(recipe: Recipe) -> Iterator[Violation]:
         yield f"data.weights.{name}", f"data.more names no such file.{suggestion(name, files)}"
     for name in files.keys() - weights.keys():
         yield "data.weights", f"has no weight of {name}; give one to each of {', '.join(files)}."
+
+
+def _curriculum_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
+    key, levels = "data.curriculum.levels", recipe.data.curriculum.levels
+    files = recipe.data.train_files
+    if levels and command == "sft":
+        yield key, "slimrl sft has no rewards from which a success rate comes. Use data.weights."
+    if levels and recipe.algorithm.dynamic_sampling.refill is RefillMode.value:
+        yield key, "algorithm.dynamic_sampling.refill: value draws prompts of all files. Use order."
+    used: dict[str, str] = {}
+    for ladder, names in levels.items():
+        if len(names) < 2:
+            yield f"{key}.{ladder}", "needs two files or more, the easiest first."
+        for name in names:
+            if name not in files:
+                known = ", ".join(files)
+                yield f"{key}.{ladder}", f"{name} is no training file; there are {known}.{suggestion(name, files)}"
+            elif name in used:
+                yield f"{key}.{ladder}", f"{name} is in {used[name]} already."
+            used.setdefault(name, ladder)
 
 
 def _key_violations(section: str, keys: dict[str, str], names: tuple[str, ...], command: str) -> Iterator[Violation]:

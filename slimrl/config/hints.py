@@ -1,6 +1,6 @@
 """What was probably meant by a key that no recipe has.
 
-1. A name that other programs give the setting (aliases.py).
+1. A name of slime or verl (elsewhere.py), or another name that other programs give the setting (aliases.py).
 2. The same name in another section, unless several sections have a setting of that name.
 3. A field of megatron-core or SGLang, which stands below `trainer.megatron` or `rollout.sglang`.
 4. A name of the same section that differs by a slip of the keyboard, or by words left out.
@@ -8,9 +8,12 @@
 Names that are merely similar, such as max_response_len and max_replacements, are no hint.
 """
 
+import re
 from collections.abc import Collection
+from typing import Any
 
 from slimrl.config.aliases import WITHOUT_SECTION, alias_of, no_setting
+from slimrl.config.elsewhere import Elsewhere, row_of
 from slimrl.config.keys import EXTENDS, KEY_TYPES, NAME, is_section, keys_with_choice, schema_key
 from slimrl.config.passthrough import passthrough_fields, safe_fields
 from slimrl.config.problems import closest, near_name
@@ -21,14 +24,29 @@ OTHERS = ("critic.", "teacher.")
 """Begin keys of settings that the policy has too, which a key without a section means"""
 
 
-def unknown_text(key: str) -> str:
+def unknown_text(key: str, value: Any = None) -> str:
     """What is said of a key that no recipe has: what to do instead, what was meant, or the keys that there are."""
+    if said := no_setting(key):
+        return f" {said}"
+    if (row := row_of(key)) is not None:
+        return _counterpart_text(key, value, row)
     section, _, name = key.rpartition(".")
     chosen = keys_with_choice(section, name)
     meant = f"{chosen[0]}: {name}" if chosen else meant_key(key)
-    if said := no_setting(key):
-        return f" {said}"
     return f" Did you mean {meant}?" if meant else _keys_there(key)
+
+
+def _counterpart_text(key: str, value: Any, row: Elsewhere) -> str:
+    """What a name of slime's or verl's is here, and what differs."""
+    if not row.counterparts:
+        return f" It is {row.program}'s and has no counterpart. {row.note}".rstrip()
+    if isinstance(value, str) and value in row.values:
+        return f" Did you mean {row.counterparts[0]}: {row.values[value]}?"
+    same = [one for one in row.counterparts if key.replace("-", "_").endswith(one.rpartition(".")[2])]
+    meant = meant_key(key) or ""
+    if re.split("[: ]", meant)[0] not in row.counterparts:
+        meant = " or ".join(same or row.counterparts)
+    return f" Did you mean {meant}? {row.note}".rstrip()
 
 
 def meant_key(key: str) -> str | None:

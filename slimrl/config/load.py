@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slimrl.config.algorithms import SETTINGS
+from slimrl.config.elsewhere import value_here
 from slimrl.config.hints import unknown_text
 from slimrl.config.interpolation import FromEnvironment, resolve_entries
 from slimrl.config.keys import (
     EXTENDS,
     FREE_SECTIONS,
+    NAMED_SECTIONS,
     PASSTHROUGH,
     flatten,
     is_known,
@@ -129,7 +131,7 @@ def read_recipe(
 
     path = Path(path)
     broken: list[Problem] = []
-    entries = [*read_file(path, (), "", broken), *read_overrides(overrides, broken)]
+    entries = _without_removed([*read_file(path, (), "", broken), *read_overrides(overrides, broken)], broken)
     unknown: list[Problem] = []
     given = {entry.key: entry for entry in entries if _check_key(entry, broken, unknown)}
     readable = not any(p.key in ("", EXTENDS) or p.message.endswith(f"mean {EXTENDS}?") for p in (*broken, *unknown))
@@ -143,15 +145,15 @@ def read_recipe(
     broken += [_wrong_value(given[key], values[key], environment.references.get(key)) for key in wrong]
     ranges = [given[key].problem(reason) for key, reason in out_of_range]
     shown = display_path(path)
-    if readable:
-        broken += [
-            Problem(where=shown, key=key, message=f"missing; `slimrl {command}` needs a value.")
-            for key, value in flatten(recipe)
-            if value == MISSING and key not in {problem.key for problem in broken} and is_needed(key, command)
-        ]
-    problems = [replace(p, message=environment.hide(p.message)) for p in (*broken, *unknown, *ranges)]
-    problems.sort(key=_place)
-    if broken or not readable or any(key.startswith(DIVISORS) for key in (*dict(out_of_range), *refused)):
+    missing = [
+        Problem(where=shown, key=key, message=f"missing; `slimrl {command}` needs a value.")
+        for key, value in flatten(recipe)
+        if readable and value == MISSING and key not in {p.key for p in broken} and is_needed(key, command)
+    ]
+    # What is missing may have been given by a wrong key, so that comes first.
+    problems = [*sorted((*broken, *unknown, *ranges), key=_place), *sorted(missing, key=_place)]
+    problems = [replace(p, message=environment.hide(p.message)) for p in problems]
+    if broken or missing or not readable or any(key.startswith(DIVISORS) for key in (*dict(out_of_range), *refused)):
         return None, problems
     provenance = {key: given[key].where if key in values else DEFAULT for key, _ in flatten(recipe, values)}
     loaded = LoadedRecipe(recipe=recipe, provenance=provenance, path=shown, command=command, environment=environment)
@@ -184,7 +186,7 @@ def is_needed(key: str, command: str) -> bool:
 def _check_key(entry: Entry, broken: list[Problem], unknown: list[Problem]) -> bool:
     """Whether the schema has the key; a section given a plain value is a problem too."""
     if not is_known(entry.key):
-        unknown.append(entry.problem(f"no such key.{unknown_text(entry.key)}"))
+        unknown.append(entry.problem(f"no such key.{unknown_text(entry.key, entry.value)}"))
         return False
     if is_section(entry.key) and entry.value != {}:
         broken.append(entry.problem(f"is a section; expected keys below it, got {entry.value!r}."))
@@ -203,6 +205,24 @@ def _algorithm_settings(known: dict[str, Entry], values: dict[str, Any]) -> dict
     where = f"{known[key].where} (algorithm {AlgorithmName(name).value})"
     known |= {setting: Entry(key=setting, value=value, where=where) for setting, value in given.items()}
     return given
+
+
+def _without_removed(entries: Sequence[Entry], problems: list[Problem]) -> list[Entry]:
+    """The entries without those that a later null removes, such as all of a reward's part for
+    `reward.parts.NAME: null`."""
+    kept: list[Entry] = []
+    for entry in entries:
+        section = entry.key.rpartition(".")[0]
+        if entry.value is not None or section not in NAMED_SECTIONS:
+            kept.append(entry)
+            continue
+        left = [one for one in kept if not one.key.startswith(f"{entry.key}.")]
+        if len(left) == len(kept):
+            names = [".".join(one.key.split(".")[:3]) for one in kept if one.key.startswith(f"{section}.")]
+            reason = "null leaves out an inherited entry, and none has this name."
+            problems.append(entry.problem(reason + suggestion(entry.key, names)))
+        kept = left
+    return kept
 
 
 def _drop_nulls(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
@@ -256,6 +276,8 @@ def _type_message(key: str, annotation: Any, value: Any) -> str:
         choices = [member.value for member in annotation]
         others = keys_with_choice(key.rpartition(".")[0], value)
         meant = f" Did you mean {others[0]}: {value}?" if others else suggestion(str(value), choices)
+        if (here := value_here(key, value)) in choices:
+            meant = f" Did you mean {here}?"
         return f"{'null' if value is None else repr(value)} is not one of {', '.join(choices)}." + meant
     name = type_text(annotation)
     wanted = "true or false" if annotation is bool else name

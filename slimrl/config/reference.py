@@ -29,6 +29,7 @@ Every setting of a recipe, as `slimrl config schema` prints it from `slimrl/conf
 - `extends: FILE` or `extends: [FILE, ...]` inherits from other files, relative to the file with `extends`.
 - Later files win; sections merge, lists are replaced. A cycle is refused.
 - `data.eval.NAME: null` removes an inherited evaluation set; so does null in the other sections of `data`.
+- `reward.parts.NAME: null` removes all of an inherited part; so does null for each other name that a recipe chooses.
 - `${run.name}` refers to another setting, `${oc.env:HOME}` to an environment variable.
 - The value of a variable is not written down: the run folder's recipes, its provenance, wandb's config, the driver's
   log and messages about a recipe show the reference instead. Put a secret into a variable, not on the command line.

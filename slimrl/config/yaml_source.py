@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 import yaml
 
-from slimrl.config.keys import EXTENDS, is_section
+from slimrl.config.elsewhere import is_section_elsewhere
+from slimrl.config.keys import EXTENDS, is_known, is_section
 from slimrl.config.problems import Problem
 
 
@@ -167,11 +168,19 @@ class YamlSource:
                 problems.append(Problem(where=where, key=key, message=message))
             elif name in seen:
                 problems.append(Problem(where=where, key=key, message=f"given twice, first at {seen[name]}."))
-            elif is_section(key) and isinstance(value_node, yaml.MappingNode):
+            elif _holds_entries(key, value_node):
                 yield from self.entries(value_node, key, problems)
             else:
                 yield Entry(key=key, value=self.value(value_node), where=where)
             seen.setdefault(name, where)
+
+
+def _holds_entries(key: str, node: yaml.Node) -> bool:
+    """Whether what stands below a key are entries of their own: of a section, or of one of verl's, each key of which
+    is told where it stands here."""
+    if not isinstance(node, yaml.MappingNode):
+        return False
+    return is_section(key) or (bool(node.value) and not is_known(key) and is_section_elsewhere(key))
 
 
 def display_path(path: Path) -> str:
@@ -245,6 +254,15 @@ def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Iterato
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
+        if key.startswith("~"):
+            message = "the ~ is Hydra's. No setting is removed; give it another value."
+            problems.append(Problem(where=COMMAND_LINE, key=key, message=message))
+            continue
+        if key.startswith("+"):
+            plain = key.lstrip("+")
+            message = f"the + is Hydra's. Leave it away: {plain}=VALUE adds as well as replaces."
+            problems.append(Problem(where=COMMAND_LINE, key=key, message=message))
+            key = plain
         if not equals or not key:
             message = "an override is written key=value."
             problems.append(Problem(where=COMMAND_LINE, key=override, message=message))
@@ -253,7 +271,7 @@ def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Iterato
             source = YamlSource(text, COMMAND_LINE, numbered=False)
             if source.root is None:
                 yield Entry(key=key, value="", where=COMMAND_LINE)
-            elif is_section(key):
+            elif _holds_entries(key, source.root):
                 yield from list(source.entries(source.root, key, problems))
             else:
                 yield Entry(key=key, value=source.value(source.root), where=COMMAND_LINE)

@@ -26,12 +26,16 @@ class Mixture[T]:
             weights: of the same names, greater than 0.
         """
         assert files.keys() == weights.keys()
-        total = sum(weights.values())
-        self._shares = {name: weights[name] / total for name in files}
+        self.weigh(weights)
         self._credits = dict.fromkeys(files, 0.0)
         self._samplers = {
             name: Sampler(items, seed=derive_seed(seed, "file", name), shuffle=shuffle) for name, items in files.items()
         }
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Take the next items with these weights, of the same names; files of weight 0 give none."""
+        total = sum(weights.values())
+        self._shares = {name: weight / total for name, weight in weights.items()}
 
     def take(self, count: int) -> list[T]:
         """The next `count` items."""
@@ -65,7 +69,8 @@ class Mixture[T]:
     def _next_file(self) -> str:
         for name, share in self._shares.items():
             self._credits[name] += share
-        chosen = max(self._credits, key=lambda name: self._credits[name])
+        # One whose weight became 0 keeps its credit.
+        chosen = max((name for name, share in self._shares.items() if share), key=lambda name: self._credits[name])
         self._credits[chosen] -= 1
         return chosen
 

@@ -52,7 +52,7 @@ def compare(folder_a: EvalFolder, folder_b: EvalFolder) -> list[SetComparison]:
         ValueError: one of them is no complete evaluation, or they cannot be paired: no set in common, other prompts,
             another reward.
     """
-    a, b = _read(folder_a), _read(folder_b)
+    a, b = read_complete(folder_a), read_complete(folder_b)
     record_a, record_b = read_record(folder_a.record), read_record(folder_b.record)
     both = f"{folder_a.path} and {folder_b.path}"
     reward_a, reward_b = ({"reward": record["settings"]["reward"]} for record in (record_a, record_b))
@@ -76,8 +76,12 @@ def compare(folder_a: EvalFolder, folder_b: EvalFolder) -> list[SetComparison]:
     return [_compare_set(name, a[name], b[name], settings, seed) for name in names]
 
 
-def _read(folder: EvalFolder) -> dict[str, list[Item]]:
-    """The items of each set of a complete evaluation."""
+def read_complete(folder: EvalFolder) -> dict[str, list[Item]]:
+    """The items of each set of a complete evaluation.
+
+    Raises:
+        ValueError: it is not complete, or no evaluation.
+    """
     if not folder.record.is_file():
         raise ValueError(f"{folder.path}: not an evaluation; give the --out of a `slimrl eval`.")
     if not folder.summary.is_file():

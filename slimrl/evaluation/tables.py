@@ -5,7 +5,10 @@ from collections.abc import Iterable, Sequence
 from rich import box
 from rich.table import Table
 
+from slimrl.data.trajectory import Status
+from slimrl.evaluation.answer_rows import AnswerRow, answer_of
 from slimrl.evaluation.comparison import SetComparison
+from slimrl.evaluation.item import Item
 from slimrl.evaluation.result import SetResult
 from slimrl.observability.terminal import plain_console
 
@@ -51,13 +54,28 @@ def print_comparison(comparisons: Iterable[SetComparison]) -> None:
     _print(("set", "prompts", "measure", "A", "B", "B - A", "95% interval", "better", "worse"), rows)
 
 
+def print_answers(rows: Iterable[AnswerRow]) -> None:
+    """Questions with both answers and their rewards; long texts go on in further lines."""
+    titles = ("set", "question", "answer in A", "reward", "answer in B", "reward")
+    texts = [[row.set, " ".join(row.question.split()), *_answered(row.a), *_answered(row.b)] for row in rows]
+    _print(titles, texts)
+
+
+def _answered(item: Item) -> tuple[str, str]:
+    """The answer in one line, with `...` where it was cut off, and its reward."""
+    cut = " ..." if item.status is Status.truncated else ""
+    return " ".join(answer_of(item).split()) + cut, f"{item.reward:g}"
+
+
 def _print(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Text to the left, numbers to the right; a name only where it changes. Nothing without rows."""
     if not rows:
         return
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for title in titles:
-        table.add_column(title, justify="left" if title in ("set", "measure", "tool") else "right", no_wrap=True)
+        wraps = title == "question" or title.startswith("answer")
+        left = wraps or title in ("set", "measure", "tool")
+        table.add_column(title, justify="left" if left else "right", no_wrap=not wraps, overflow="fold")
     named = ""
     for row in rows:
         repeated = len([title for title in titles[:3] if title in ("set", "prompts", "samples")]) * (row[0] == named)

@@ -10,13 +10,15 @@ However the command ends, its descendants are ended by pid.
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from slimrl.base.processes import await_end, send_all
+from slimrl.base.processes import END_S, await_end, send_all
 
 RUN, PREEMPT, END = "run", "preempt", "end"
 
@@ -35,7 +37,8 @@ def run_under_control(
     preemptible: bool,
     end_timeout_s: float = END_TIMEOUT_S,
 ) -> int:
-    """Run a command until it ends, the control file says `end`, or this process gets SIGTERM. Leaves no process.
+    """Run a command until it ends, the control file says `end`, or this process gets SIGTERM. Leaves no process, but
+    for one that even SIGKILL does not end, as on a file system that has gone; stderr names it.
 
     Args:
         preemptible: pass `preempt` on as SIGUSR1, which ends a command that has no handler for it.
@@ -101,9 +104,12 @@ def _end(child: subprocess.Popen[bytes], family: set[psutil.Process], timeout_s:
             child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(END_S)
     # The survivors are orphans: nobody else will end them.
     alive = await_end(family, 2.0)
     for number in (signal.SIGTERM, signal.SIGKILL):
         send_all(alive, number)
         alive = await_end(alive, timeout_s)
+    for process in alive:
+        print(f"pid {process.pid} was killed and does not end: it waits within the kernel", file=sys.stderr)

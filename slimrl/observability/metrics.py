@@ -13,6 +13,8 @@ from slimrl.base.atomic import write_whole
 METRIC_NAMES = (
     "step",
     "data/left_out_prompts",
+    "data/level/<ladder>",
+    "data/level_success/<ladder>",
     "reward/mean",
     "reward/parts/<part>",
     "reward/source/<source>",
@@ -132,9 +134,16 @@ METRIC_NAMES = (
     "time/other_s",
     "time/step_s",
 )
-"""Names of all metrics. The recipe names a `<set>`, a `<source>` and each `<k>`, the reward a `<part>`, an environment
-a `<metric>`; the latter two may hold slashes: `format/think`."""
-_NAMED = {"<set>": "[^/]+", "<source>": "[^/]+", "<k>": "[1-9][0-9]*", "<part>": ".+", "<metric>": ".+"}
+"""Names of all metrics. The recipe names a `<set>`, a `<source>`, a `<ladder>` and each `<k>`, the reward a `<part>`,
+an environment a `<metric>`; the latter two may hold slashes: `format/think`."""
+_NAMED = {
+    "<set>": "[^/]+",
+    "<source>": "[^/]+",
+    "<ladder>": "[^/]+",
+    "<k>": "[1-9][0-9]*",
+    "<part>": ".+",
+    "<metric>": ".+",
+}
 _PATTERNS = [
     re.compile(re.sub("<[a-z]+>", lambda named: _NAMED[named.group()], re.escape(name)), re.DOTALL)
     for name in METRIC_NAMES

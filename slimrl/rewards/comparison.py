@@ -1,27 +1,10 @@
-"""A program that compares answers symbolically, one after the other, each within a CPU time limit.
+"""Symbolic comparison of two answers, run in processes of their own by limited_program.py. Imports nothing of slimrl.
 
-`comparers.py` starts it as `python -P comparison.py SECONDS BYTES`. It imports nothing of slimrl.
-
-1. It imports math-verify and compares one pair to warm up; it prints `true` when it is ready.
-2. It reads answer and label from stdin, a JSON list per line, and prints `true` or `false`, or in a JSON text the
-   exception that the comparison raised.
-3. If a comparison takes more than SECONDS of CPU time, the kernel ends the process with SIGXCPU. An exception would not
-   do, since math-verify and sympy catch exceptions of all kinds.
-4. It may add BYTES of address space to what it has when it is ready. A comparison that needs more ends in a
-   MemoryError, which sympy or math-verify may take for a form that they do not know: the answers are not equal then.
-5. It ends at the end of stdin, and so with the process that started it.
+A comparison that needs more memory than its process may have ends in a MemoryError, which sympy or math-verify may take
+for a form that they do not know: the answers are not equal then.
 """
 
-import json
-import logging
-import math
-import os
 import re
-import resource
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +17,9 @@ MAX_RELATIVE_DIFFERENCE = 1e-6
 
 _NORMALIZATION = replace(LatexExtractionConfig().normalization_config, units=False)
 """math-verify's own, but for units: it would drop letters such as m and t from the end, of `3m` and of `2ab`."""
+
+WARM_UP = ["2\\sqrt{2}", "\\sqrt{8}"]
+"""The first request to a process"""
 
 _DROPPED = ("'", '"', "...", r"\ldots")
 """Marks that math-verify removes from an answer, though they change what it says."""
@@ -87,45 +73,9 @@ def _same_size(gold: list[Any], given: list[Any]) -> bool:
     return bool(difference.evalf() <= MAX_RELATIVE_DIFFERENCE * abs(first).evalf())
 
 
-@contextmanager
-def cpu_limit(seconds: int) -> Iterator[None]:
-    """Have the kernel end this process if the block takes more than `seconds` of CPU time, rounded up."""
-    before = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, before[1]))
+def answer(request: list[str]) -> bool:
+    """Whether the two texts of a request are equal, for limited_program.py."""
     try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_CPU, before)
-
-
-def limit_memory(added_bytes: int) -> None:
-    """Have the kernel refuse this process more than `added_bytes` of address space on top of what it has."""
-    with open("/proc/self/statm") as file:
-        size_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size_bytes + added_bytes, size_bytes + added_bytes))
-
-
-def main() -> None:
-    # Libraries must not print among the answers, nor log to the driver's terminal.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    logging.getLogger().addHandler(logging.NullHandler())
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    seconds, memory_bytes = map(int, sys.argv[1:])
-    print(json.dumps(equivalent("2\\sqrt{2}", "\\sqrt{8}")), file=answers, flush=True)
-    limit_memory(memory_bytes)
-    for line in sys.stdin:
-        answer, label = json.loads(line)
-        same: bool | str
-        try:
-            with cpu_limit(seconds):
-                same = equivalent(answer, label)
-        except MemoryError:
-            same = False
-        except Exception as error:  # noqa: BLE001 - who asked says it; the next pair is another one
-            same = f"{type(error).__name__}: {error}"
-        print(json.dumps(same), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        return equivalent(*request)
+    except MemoryError:
+        return False

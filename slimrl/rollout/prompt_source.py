@@ -8,6 +8,7 @@ from slimrl.algorithms.prompt_values import PromptValues
 from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.curriculum import Curriculum
 from slimrl.data.mixture import DataOrder
 from slimrl.data.trajectory import Prompt, Status, Trajectory
 
@@ -44,11 +45,19 @@ class PromptSource:
         return [others[i] for i in self._values.draw([prompt.prompt_id for prompt in others], count, seed)]
 
     def count(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the results of a step's prompts, where values choose any."""
+        """Count the results of a step's prompts, where values choose any or there is a curriculum."""
+        scored = [t for t in trajectories if t.status is not Status.failed]
+        groups = groups_of([t.group_id for t in scored])
+        rewards = {name: [scored[i].reward for i in members] for name, members in groups.items()}
         if self._values is not None:
-            scored = [t for t in trajectories if t.status is not Status.failed]
-            groups = groups_of([t.group_id for t in scored])
-            self._values.update({name: [scored[i].reward for i in members] for name, members in groups.items()})
+            self._values.update(rewards)
+        if isinstance(self._data, Curriculum):
+            for prompt_id, own in rewards.items():
+                self._data.count(prompt_id, own)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the curriculum, if there is one."""
+        return self._data.metrics() if isinstance(self._data, Curriculum) else {}
 
     def state(self) -> dict[str, Any]:
         """Position in the data."""

@@ -199,6 +199,9 @@ class RolloutService:
         trajectories = group.trajectories
         shape_rewards(trajectories, self._recipe.algorithm)
         self._num_ended += len(trajectories)
+        if self._steps is None:
+            # Zero-variance groups too, which may be in no batch.
+            self._source.count(trajectories)
         bad = (Status.failed, Status.aborted)
         self._failed += [t for t in trajectories if t.status in bad]
         useful = self._selection_of(group).is_useful
@@ -275,11 +278,16 @@ class RolloutService:
         interval, self._last_take = now - self._last_take, now
         if self._steps is not None:
             batch.seconds = now - start
+            # In the order in which the groups began, whichever ended first.
             self._source.count(batch.sampled)
         else:
             batch.seconds = interval
             batch.metrics["async/wait_s"] = now - start
+        batch.metrics |= self._stage.run(self._source_metrics())
         return batch
+
+    async def _source_metrics(self) -> dict[str, float]:
+        return self._source.metrics()
 
     async def _take(self) -> StepRollout | None:
         """The next batch, or None if there is none within POLL_S."""

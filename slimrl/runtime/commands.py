@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from slimrl.algorithms.shaping import shape_rewards
 from slimrl.base.output_file import check_output_file
@@ -14,9 +14,10 @@ from slimrl.base.spans import PROFILED, RECORDING
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import resolved_dict
+from slimrl.data.curriculum import Curriculum
 from slimrl.data.mixture import DataOrder, Mixture
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
+from slimrl.data.trajectory import Prompt, Status, read_trajectories, write_trajectories
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.profiling.recorder import Profiled, Recorder, check_profiled
 from slimrl.observability.progress import Progress
@@ -318,7 +319,14 @@ def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunStat
         ValueError: the position is in other files, or in one with another number of lines.
     """
     sampler: DataOrder[T]
-    if recipe.data.weights:
+    if recipe.data.curriculum.levels:
+        prompts = cast(Mapping[str, Sequence[Prompt]], files)
+        curriculum = Curriculum(
+            prompts, recipe.data.weights, recipe.data.curriculum,
+            pass_reward=recipe.eval.pass_reward, seed=recipe.seed, shuffle=recipe.data.shuffle,
+        )  # fmt: skip
+        sampler = cast(DataOrder[T], curriculum)
+    elif recipe.data.weights:
         sampler = Mixture(files, recipe.data.weights, seed=recipe.seed, shuffle=recipe.data.shuffle)
     else:
         sampler = Sampler([*chain(*files.values())], seed=recipe.seed, shuffle=recipe.data.shuffle)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from sandboxes import needs_namespaces
+from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
@@ -314,3 +315,44 @@ def test_trls_half_of_the_race_of_fixed_work(tmp_path: Path):
     assert (step["tokens"], step["turns"]) == (16 * 8 * 48, 16 * 8)
     assert_positive(*figures["medians"]["TRL"].values())
     assert step["generation_s"] + step["training_s"] == pytest.approx(step["total_s"])
+
+
+REAL = ("--prompts", "2", "--max-new-tokens", "16", "--rounds", "1", "--repeats", "1")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_slimrls_half_of_a_race_of_a_pretrained_model(tmp_path: Path, name: str):
+    write_toy("qwen3_moe", tmp_path / "toy", ToySize(layers=2, max_position=1024), seed=0)
+    model = ("--model", str(tmp_path / "toy"), "--folder", str(tmp_path / "race"), "--sft-updates", "2")
+    arguments = ("--only", name, "--side", "slimrl", *model, *REAL, *ONE_OF_EACH)
+    report = figures_of("race_real", tmp_path / "real.json", *arguments)["races"][name]
+    ((step,),) = (each["steps"]["slimrl"] for each in report["rounds"])
+    assert step["step"] == 2
+    assert step["rollout/trajectories"] == 2 * 8
+    assert step["sequence_tokens"] > step["tokens"]
+    if name == "b":
+        assert (step["tokens"], step["turns"]) == (2 * 8 * 6, 2 * 8)
+    else:
+        assert step["turns"] >= 2 * 8
+    rates = report["rates"]["slimrl"]
+    assert_positive(*rates.values())
+    assert rates["generation_tokens_per_s"] == pytest.approx(step["tokens"] / step["time/rollout_s"])
+    # A driver with Ray, a trainer and an engine, each of which imports torch, and no process that is not theirs.
+    assert 1 < rates["peak_gib"] < 8
+    assert max(rates[name] for name in rates if "_of_" in name) < 1
+    assert report["ratio"] is None
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not TRL.is_dir(), reason="no environment of TRL; benchmarks/race_real.py makes it")
+def test_trls_half_of_a_race_of_a_pretrained_model(tmp_path: Path):
+    write_toy("qwen3_moe", tmp_path / "toy", ToySize(layers=2), seed=0)
+    model = ("--model", str(tmp_path / "toy"), "--folder", str(tmp_path / "race"), "--venv", str(TRL))
+    report = figures_of("race_real", tmp_path / "real.json", "--only", "b", "--side", "TRL", *model, *REAL)["races"][
+        "b"
+    ]
+    ((step,),) = (each["steps"]["TRL"] for each in report["rounds"])
+    assert (step["tokens"], step["turns"]) == (2 * 8 * 6, 2 * 8)
+    assert step["sequence_tokens"] > step["tokens"]
+    assert_positive(*report["rates"]["TRL"].values())

@@ -15,7 +15,8 @@ import pytest
 
 from slimrl.base.answering_process import OutOfCpuTime, ProcessFailed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
-from slimrl.rewards.comparers import MEMORY_BYTES, Comparers
+from slimrl.rewards.comparers import Comparers
+from slimrl.rewards.limited_processes import MEMORY_BYTES
 from slimrl.rewards.math import boxed_equivalent
 from slimrl.rewards.scoring import score
 

@@ -383,14 +383,29 @@ def test_a_wrong_override_is_named_with_what_was_probably_meant(folder, override
     assert refused(MINIMAL, override) == [f"command line: {message}", "1 problem. Nothing was started."]
 
 
+def test_null_removes_all_of_an_inherited_part_of_the_reward(folder):
+    parts = "  parts:\n    math: {function: 'a:b'}\n    length: {function: 'a:c', weight: 0.1, args: {most: 3}}\n"
+    whole = MINIMAL.replace("  function: tasks.demo:reward\n", parts)
+    write("base.yaml", whole)
+    text = "extends: base.yaml\nreward: {parts: {length: null}}\n"
+    assert [*load(text).recipe.reward.parts] == ["math"]
+    again = load(text, "reward.parts.length.function=d:e").recipe.reward.parts["length"]
+    assert (again.function, again.weight, again.args) == ("d:e", 1.0, {})
+    assert [*load(whole, "reward.parts.length=null").recipe.reward.parts] == ["math"]
+    assert refused(whole, "reward.parts.lenght=null")[0] == (
+        "command line: reward.parts.lenght: null leaves out an inherited entry, and none has this name. "
+        "Did you mean reward.parts.length?"
+    )
+
+
 def test_all_problems_are_listed_at_once_each_with_its_line(folder):
     text = MINIMAL.replace("steps: 3", "stepz: 3").replace("lr: 1e-6", "lr: fast") + "  train: twice\n"
     assert refused(text, "seed=x") == [
         "command line: seed: expected int, got 'x'.",
-        "recipe.yaml: steps: missing; `slimrl train` needs a value.",
         "recipe.yaml:1: stepz: no such key. Did you mean steps?",
         "recipe.yaml:9: trainer.optimizer.lr: expected float, got 'fast'.",
         "recipe.yaml:18: data.train: given twice, first at recipe.yaml:17.",
+        "recipe.yaml: steps: missing; `slimrl train` needs a value.",
         "5 problems. Nothing was started.",
     ]
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from slimrl.config.schema.data import EvalConfig
 from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.evaluation.answer_rows import answer_of, answer_rows
 from slimrl.evaluation.comparison import compare
 from slimrl.evaluation.estimates import eval_metrics, intervals, pass_at, prompt_scores
 from slimrl.evaluation.folder import EvalFolder
@@ -18,7 +20,7 @@ from slimrl.evaluation.item import Item, item_keys, item_of, to_line
 from slimrl.evaluation.items import Items, read_items
 from slimrl.evaluation.record import checkpoint_files, describe, open_record
 from slimrl.evaluation.result import ToolRow, TurnRow, set_result
-from slimrl.evaluation.tables import print_comparison, print_results
+from slimrl.evaluation.tables import print_answers, print_comparison, print_results
 from slimrl.observability.metrics import is_metric
 
 
@@ -336,3 +338,31 @@ def test_tables_name_a_set_once_and_the_accuracy_stands_for_the_mean_reward(caps
     )
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["held", "3", "accuracy", "0.000", "1.000", "+1.000", "+1.000", "to", "+1.000", "3", "0"] in lines
+
+
+def said(name: str, *texts: str, status=Status.completed, reward=1.0):
+    roles = ("system", "user", "assistant", "tool", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return replace(item(name, 0, reward, status), messages=messages)
+
+
+def test_first_questions_are_shown_with_both_last_answers_and_their_rewards(capsys, tmp_path: Path):
+    before = [
+        said("a", "Be brief.", "2 + 3 =", "I add\nthem, [b]and", status=Status.truncated, reward=0.0),
+        said("b", "Be brief.", "1 + 1 =", "call", "2", "It is 2."),
+        said("c", "Be brief.", "4 + 4 =", "8"),
+    ]
+    after = [said("b", "Be brief.", "1 + 1 =", "2"), said("c", "Be brief."), said("a", "Be brief.", "2 + 3 =", "5")]
+    folders = [evaluation(tmp_path / name, {"x": [0.0]}) for name in ("before", "after")]
+    for folder, items in zip(folders, (before, after), strict=True):
+        # A second sample is of no interest here.
+        folder.items.write_text("".join(to_line(one) + to_line(replace(one, sample=1, messages=[])) for one in items))
+    print_answers(answer_rows(*folders, 2))
+    lines = [re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["set", "question", "answer in A", "reward", "answer in B", "reward"]
+    assert lines[2:4] == [
+        ["held", "2 + 3 =", "I add them, [b]and ...", "0", "5", "1"],
+        ["1 + 1 =", "It is 2.", "1", "2", "1"],
+    ]
+    (_, _, silent) = answer_rows(*folders, 5)
+    assert (answer_of(silent.a), answer_of(silent.b)) == ("8", "")

@@ -3,7 +3,10 @@
 import re
 
 import pytest
+from typer.testing import CliRunner
 
+from slimrl.cli import app
+from slimrl.config.algorithm_rules import algorithm_violations
 from slimrl.config.aliases import (
     ALIASES,
     DATA,
@@ -171,3 +174,98 @@ def test_a_field_of_megatron_that_a_recipe_sets_elsewhere_names_that_setting():
     _, problems = read_recipe("recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml", ["trainer.megatron.seq_length=1024"])
     (problem,) = problems
     assert "rollout.max_trajectory_tokens" in problem.message
+
+
+def messages(overrides: list[str]) -> list[tuple[str, str]]:
+    """(key, message) of what a recipe is told."""
+    _, problems = read_recipe("recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml", overrides)
+    return [(problem.key, problem.message) for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("algorithm.adv_estimator=gae", "no such key. Did you mean algorithm.name: ppo?"),
+        ("algorithm.name=gae", "Did you mean ppo?"),
+        ("algorithm.name=reinforce_plus_plus", "Did you mean reinforce_pp?"),
+        ("algorithm.loss=vanilla", "Did you mean ppo?"),
+        ("resync.transport=nccl", "Did you mean collective?"),
+        ("trainer.total_epochs=2", "no such key. Did you mean steps (each takes rollout.prompts_per_step prompts)? "),
+        ("trainer.esi_redundant_time=2", "no such key. Did you mean checkpoint.grace_s? See preemption."),
+        ("trainer.device=cuda", "has no counterpart. GPUs where there are any, else CPUs."),
+        ("trainer.resume_mode=auto", "Did you mean slimrl train RECIPE --resume"),
+    ],
+)
+def test_a_name_or_a_value_of_slime_or_verl_is_told_what_it_is_here(given: str, said: str):
+    key = given.partition("=")[0]
+    loaded, problems = read_recipe("recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml", [given])
+    told = [(problem.key, problem.message) for problem in problems]
+    told += [] if told or loaded is None else algorithm_violations(loaded.recipe)
+    (message,) = [message for told_of, message in told if told_of == key]
+    assert said in message
+
+
+def test_each_key_of_nested_sections_of_verl_has_its_line_and_its_hint(tmp_path):
+    recipe = tmp_path / "verl.yaml"
+    recipe.write_text("actor_rollout_ref:\n  rollout:\n    n: 4\n    name: sglang\n  zebra: {a: 1}\n")
+    _, problems = read_recipe(recipe)
+    told = [(problem.where.rpartition(":")[2], problem.key, problem.message) for problem in problems][:3]
+    assert told == [
+        (
+            "3",
+            "actor_rollout_ref.rollout.n",
+            "no such key. Did you mean rollout.samples_per_prompt? 1 in verl.",
+        ),
+        ("4", "actor_rollout_ref.rollout.name", "no such key. It is verl's and has no counterpart. SGLang."),
+        ("5", "actor_rollout_ref.zebra", "no such key."),
+    ]
+    same = ["actor_rollout_ref={rollout: {n: 4}}", "data={max_response_length: 8}", "algorithm={kl_ctrl: {type: x}}"]
+    assert [key for key, _ in messages(same)] == [
+        "actor_rollout_ref.rollout.n",
+        "algorithm.kl_ctrl.type",
+        "data.max_response_length",
+    ]
+
+
+@pytest.mark.parametrize("empty", ["{}", "null", "3"])
+def test_an_empty_section_of_verl_is_an_unknown_key_too(empty: str):
+    assert [key for key, _ in messages([f"actor_rollout_ref={empty}"])] == ["actor_rollout_ref"]
+
+
+def test_unknown_keys_come_before_what_is_missing(tmp_path):
+    recipe = tmp_path / "a.yaml"
+    recipe.write_text("model:\n  pth: x\nstps: 3\n")
+    _, problems = read_recipe(recipe)
+    assert [problem.key for problem in problems][:2] == ["model.pth", "stps"]
+    assert all(problem.message.startswith("missing") for problem in problems[2:])
+    assert {"model.path", "steps"} <= {problem.key for problem in problems[2:]}
+
+
+def test_a_setting_in_hydras_manner_is_told_how_it_is_written_here():
+    said = "the + is Hydra's. Leave it away: steps=VALUE adds as well as replaces."
+    assert messages(["+steps=3"]) == [("+steps", said)]
+    assert messages(["++steps=3"]) == [("++steps", said)]
+    assert [key for key, _ in messages(["+algorithm.adv_estimator=gae"])] == [
+        "+algorithm.adv_estimator",
+        "algorithm.adv_estimator",
+    ]
+    assert messages(["~steps"]) == [("~steps", "the ~ is Hydra's. No setting is removed; give it another value.")]
+    assert messages(["+=3"])[-1] == ("+=3", "an override is written key=value.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--rollout-batch-size", "32"], "--rollout-batch-size. Did you mean rollout.prompts_per_step?"),
+        (["sft", "--lr=1e-6"], "--lr. Did you mean trainer.optimizer.lr?"),
+        (["train", "--advantage-estimator", "reinforce_plus_plus"], "Did you mean algorithm.name: reinforce_pp?"),
+        (["plan", "--rollout.max_turns", "3"], "--rollout.max_turns. It is a setting: rollout.max_turns=3."),
+        (["config", "check", "--balance-data"], "It is slime's and has no counterpart."),
+        (["eval", "--zebra"], "No such option: --zebra"),
+    ],
+)
+def test_an_option_of_slime_is_told_what_it_is_here(arguments: list[str], said: str):
+    result = CliRunner().invoke(app, [*arguments, "recipe.yaml"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    assert result.exit_code == 2
+    assert said in result.output
+    assert ("as KEY=VALUE" in result.output) == ("zebra" not in said)

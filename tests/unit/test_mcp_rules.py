@@ -1,7 +1,8 @@
 """The section `agent.mcp`, before anything starts; the text of a tool's answer; and calls that meet a lost server."""
 
+import asyncio
 import importlib.util
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,27 @@ async def test_a_server_may_have_taken_a_call_during_which_it_ended_and_none_of_
     finally:
         await opened.close(10.0)
     assert lost.value.taken is taken
+
+
+async def test_a_connection_that_ignores_its_end_is_left_behind(caplog, monkeypatch):
+    may_end = asyncio.Event()
+
+    @asynccontextmanager
+    async def streams(*_):
+        try:
+            async with create_client_server_memory_streams() as (client, _):
+                yield client
+        finally:
+            while not may_end.is_set():
+                with suppress(asyncio.CancelledError):
+                    await may_end.wait()
+
+    monkeypatch.setattr(connection, "stdio_client", streams)
+    monkeypatch.setattr(connection, "END_S", 0.05)
+    opened = connection.Connection("mine", McpServerConfig(command=["x"]))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(2.0, may_end.set)
+    await opened.close(0)
+    assert not may_end.is_set()
+    assert caplog.messages == ["MCP server mine: its connection does not end within 0.05 s and is left behind"]
+    may_end.set()

@@ -113,6 +113,30 @@ def test_only_what_a_command_starts_is_counted_and_nothing_on_a_gpu(monkeypatch)
     assert problems(monkeypatch, recipe_of(), gib=small, kind="cuda") == []
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_engines_in_float32_hold_large_matrices_twice(monkeypatch, tied):
+    wide = {
+        **MODEL,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": tied,
+    }
+    # Matrices of queries, outputs and the MLP in two layers, and the head; those of keys and values are small.
+    large = 2 * (2 * 1024 * 1024 + 3 * 1024 * 2048) + 1000 * 1024
+    small = 2 * (2 * 128 * 1024 + 2 * 1024) + 1024 + (0 if tied else 1000 * 1024)
+    monkeypatch.setitem(globals(), "MODEL", wide)
+    # Of a token 2 layers x keys and values of 128 columns; the smallest cache.
+    cache = 16384 * 2 * 2 * 128
+    for precision, elements in ((Precision.fp32, 2 * large + small + cache), (Precision.bf16, large + small + cache)):
+        recipe = recipe_of(num_engines=1, max_trajectory_tokens=64, precision=precision)
+        needed = elements * precision.element_bytes / GIB / 0.95
+        assert problems(monkeypatch, recipe, gib=1.001 * needed, command="eval") == []
+        assert len(problems(monkeypatch, recipe, gib=0.999 * needed, command="eval")) == 1
+
+
 @pytest.mark.parametrize(
     ("changed", "updated", "weights"),
     [

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from slimrl.cli import app
 from slimrl.config.load import intended_command, read_recipe
+from slimrl.config.show import resolved_dict
 from slimrl.models.hf_config import FP8_SUFFIX, published_config, published_names
 from slimrl.models.offline_recipe import read_offline
 
@@ -17,6 +18,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 PATHS = [path for path in sorted(RECIPES.glob("*/*.yaml")) if path.parent.name != "base"]
 FILES = {str(path.relative_to(RECIPES)): path for path in PATHS}
 TINY = {name: path for name, path in FILES.items() if "tiny_moe" in name}
+REAL = {name: path for name, path in FILES.items() if name.startswith("smollm2/")}
+"""For CPUs, with a model and tasks that a target of the Makefile fetches or makes."""
 LARGE = {
     "qwen3/qwen3_4b": "Qwen3-4B",
     "qwen3/qwen3_8b": "Qwen3-8B",
@@ -39,9 +42,11 @@ def check(*arguments: str):
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_recipe_is_refused_by_no_rule(name):
     path = FILES[name]
-    planned = read_offline(path, [], intended_command(path), model_needed=name not in TINY)
+    planned = read_offline(path, [], intended_command(path), model_needed=name not in TINY | REAL)
     # What is noted is what is not on this machine, and nothing that is probably not meant.
     evaluated = {f"data.eval.{name}" for name in ("heldout", "aime_2024", "aime_2025", "gsm8k_test")}
+    if name in REAL:
+        evaluated |= {f"data.{part}.{task}" for part in ("eval", "more") for task in ("chain_sum", "products", "gcd")}
     known = {"data.train", "data.more.deepscaler", *evaluated, "trainer.fp8"}
     assert {note.key for note in planned.notes} <= known
     assert ("trainer.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
@@ -89,7 +94,7 @@ def test_every_model_has_a_colocated_and_a_disaggregated_recipe(start, model):
 
 def test_files_are_named_by_model_algorithm_and_variant_and_say_how_many_gpus_they_take():
     for name, path in FILES.items():
-        if name in TINY or name.startswith("single_gpu/"):
+        if name in TINY | REAL or name.startswith("single_gpu/"):
             continue
         assert re.fullmatch(r"[a-z0-9_]+_(gspo|ppo|distillation|sft)(_[a-z0-9_]+)?\.yaml", path.name)
         comment = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
@@ -158,3 +163,18 @@ def test_recipes_of_models_whose_tokenizer_is_code_trust_it(name):
     models = [model for model in loaded if model.path.startswith(f"models/{name}")]
     assert len(models) == 2
     assert all(model.trust_remote_code for model in models)
+
+
+def test_the_variants_for_a_real_model_differ_from_the_plain_recipe_in_few_settings():
+    def settings(name: str) -> dict[str, object]:
+        loaded, problems = read_recipe(FILES[f"smollm2/{name}.yaml"], [], "train")
+        assert loaded is not None, problems
+        return resolved_dict(loaded)
+
+    plain = settings("reasoning")
+    sections = {"grpo": {"algorithm"}, "lora": {"trainer"}, "async": {"algorithm", "trainer", "rollout"}}
+    for variant, changed in sections.items():
+        other = settings(f"reasoning_{variant}")
+        assert other["run"]["name"] == f"reasoning_{variant}"
+        differ = {key for key in plain if plain[key] != other[key]} - {"run"}
+        assert differ == changed

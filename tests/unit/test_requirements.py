@@ -19,6 +19,7 @@ ELSEWHERE = {
     "mcp": "mcp.txt",
     "anyio": "mcp.txt",
     "gymnasium": "gymnasium.txt",
+    "reasoning_gym": "reasoning.txt",
 }
 """Imported packages that not every installation has, and the file that names them"""
 PLACES = ("/usr/bin", "/usr/local/bin", "/bin")
@@ -33,7 +34,7 @@ def pins(file: str) -> dict[str, str]:
 
 def test_every_package_that_is_asked_for_is_pinned_to_the_version_of_the_tests():
     lock = pins("requirements/lock.txt")
-    for name in ("slimrl.txt", "cpu.txt", "dev.txt", "no-deps.txt", "mcp.txt", "gymnasium.txt"):
+    for name in ("slimrl.txt", "cpu.txt", "dev.txt", "no-deps.txt", "mcp.txt", "gymnasium.txt", "reasoning.txt"):
         lines = [line for line in (REQUIREMENTS / name).read_text().splitlines() if line and not line.startswith("#")]
         wanted = pins(f"requirements/{name}")
         assert len(wanted) == len(lines)
@@ -45,6 +46,36 @@ def test_trl_is_compared_with_the_packages_of_the_tests():
     assert {"torch", "transformers", "accelerate"} <= trl.keys() & lock.keys()
     assert all(trl[name] == lock[name] for name in trl.keys() & lock.keys())
     assert trl["trl"] == pins("requirements/peers.txt")["trl"]
+
+
+def imported_on_import(path: Path, seen: set[Path]) -> set[str]:
+    """Top names of the packages beside slimrl that importing a file imports, its own modules' included."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if not name.startswith("slimrl."):
+                found.add(name.split(".")[0])
+                continue
+            whole = ROOT.joinpath(*name.split("."))
+            files = [file for at in (whole, whole.parent) for file in (at.with_suffix(".py"), at / "__init__.py")]
+            module = next(file for file in files if file.is_file())
+            if module not in seen:
+                seen.add(module)
+                found |= imported_on_import(module, seen)
+    return found - sys.stdlib_module_names
+
+
+def test_trl_s_environment_has_the_packages_of_its_half_of_the_races():
+    imported = imported_on_import(ROOT / "benchmarks" / "trl_steps.py", set())
+    assert {"trl", "torch", "jsonschema"} <= imported
+    distributions = packages_distributions()
+    needed = {canonicalize_name(distributions.get(name, [name])[0]) for name in imported}
+    assert needed <= pins("requirements/trl.txt").keys()
 
 
 def test_a_gpu_machine_gets_the_versions_of_the_tests():
@@ -132,11 +163,41 @@ def test_the_real_model_is_fetched_alone_checked_and_converted_once(tmp_path):
     assert "Nothing to be done" in done
 
 
+def test_the_quickstart_of_the_real_model_does_its_parts_in_order_and_none_twice(tmp_path):
+    lines = commands("quickstart-real", f"QUICKSTART_REAL={tmp_path}/q", "REAL_SETTINGS=steps=3").splitlines()
+    tools = [re.sub(r"^.*\.venv/bin/(slimrl\S*) (\S+ \S+).*", r"\1 \2", line) for line in lines if "bin/slimrl" in line]
+    recipe = "recipes/smollm2/reasoning.yaml"
+    assert tools[-7:] == [
+        "slimrl-tools convert gguf-to-hf",
+        *["slimrl-tools prepare reasoning-gym"] * 2,
+        f"slimrl eval {recipe}",
+        f"slimrl train {recipe}",
+        f"slimrl eval {recipe}",
+        "slimrl eval compare",
+    ]
+    trained = f"{tmp_path}/q/reasoning/export/hf"
+    (train,) = (line for line in lines if "slimrl train" in line)
+    assert train.startswith(f"test -d {trained} ||")
+    assert train.endswith(" steps=3 --resume-or-start; }")
+    before, after = (line for line in lines if f"eval {recipe}" in line)
+    assert before.endswith(f" --checkpoint models/SmolLM2-135M-Instruct --out {tmp_path}/q/before")
+    assert after.endswith(f" --checkpoint {trained} --out {tmp_path}/q/after")
+    # The folder of the data gets its name when both tasks are written, and is not written again.
+    assert f"mv {tmp_path}/q/data.partial {tmp_path}/q/data" in lines
+    (tmp_path / "q" / "data").mkdir(parents=True)
+    (tmp_path / "stamp").touch()
+    there = ["make", "--dry-run", "quickstart-real", f"QUICKSTART_REAL={tmp_path}/q", f"REAL_MODEL={tmp_path}",
+             f"STAMP={tmp_path}/stamp"]  # fmt: skip
+    done = subprocess.run(there, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "prepare" not in done
+    assert "slimrl train" in done
+
+
 def test_the_package_declares_what_requirements_hold():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["tool"]["setuptools"]["dynamic"]
     files = [declared["dependencies"]["file"], *(extra["file"] for extra in declared["optional-dependencies"].values())]
-    assert sorted(declared["optional-dependencies"]) == ["cpu", "dev", "gpu", "gymnasium", "mcp"]
+    assert sorted(declared["optional-dependencies"]) == ["cpu", "dev", "gpu", "gymnasium", "mcp", "reasoning"]
     assert all((ROOT / file).is_file() for (file,) in files)
     assert project["project"]["requires-python"] == ">=3.12,<3.13"
 

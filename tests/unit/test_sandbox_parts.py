@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.agent.sandbox import user_namespace
 from slimrl.agent.sandbox.admission import Admission
 from slimrl.agent.sandbox.inside import seccomp
 from slimrl.agent.sandbox.inside.processes import share_memory
-from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxBusy
+from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxBusy, SandboxError
 from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.sandbox.process import Command, run_command
@@ -256,3 +257,12 @@ def test_processes_whose_first_threads_have_ended_share_no_memory():
             pids.append(process.pid)
         assert not share_memory(*pids)
         assert share_memory(pids[0], pids[0])
+
+
+def test_an_unshare_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch):
+    (tmp_path / "unshare").write_text("#!/bin/sh\nexec /bin/sleep 3\n")
+    (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(user_namespace, "START_S", 0.1)
+    with pytest.raises(SandboxError, match=r"unshare made no user namespace within 0\.1 s"):
+        user_namespace.open_user_namespace()

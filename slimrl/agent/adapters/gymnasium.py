@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from slimrl.agent.adapters.extras import extra
 from slimrl.agent.adapters.first_observation import first_observation, reset_seed, user
 from slimrl.agent.environment import Observation, Turn
+from slimrl.base.extras import extra
 from slimrl.base.threads import in_thread
 from slimrl.config.import_path import resolve
 from slimrl.data.trajectory import Prompt

@@ -5,6 +5,7 @@ until the connection is closed or lost; calls come from other tasks of the same 
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,12 +18,15 @@ from mcp.types import CONNECTION_CLOSED, CallToolResult, PaginatedRequestParams,
 
 from slimrl.agent.mcp.stderr_tail import StderrTail
 from slimrl.agent.tools import ToolsUnavailable
+from slimrl.base.loop_thread import END_S
 from slimrl.config.schema.agent import McpServerConfig
 
 SESSION_TERMINATED = 32600
 """The client's code for a server that does not know the session, as after its restart."""
 CONNECT_TIMEOUT_S = 30.0
 """Deadline of an HTTP request; its answer is waited for as long as the call may take."""
+
+log = logging.getLogger(__name__)
 
 
 class ConnectionLost(ToolsUnavailable):
@@ -99,7 +103,10 @@ class Connection:
         self._closing.set()
         await asyncio.wait([self._task], timeout=timeout_s)
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        ended = asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.wait([ended], timeout=END_S)
+        if not self._task.done():
+            log.warning("MCP server %s: its connection does not end within %g s and is left behind", self._name, END_S)
 
     def _loss(self, what: str, *, taken: bool = False) -> ConnectionLost:
         self.lost = True

@@ -6,6 +6,7 @@ namespace that bwrap makes has the one user that slimrl runs as.
 """
 
 import os
+import select
 import subprocess
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from slimrl.agent.sandbox.interface import SandboxError
 FIRST_RUN_USER_ON_HOST = 64_000
 """First user id on the host of RUN_USERS: all of these are among the 65536 users that a rootless container has, and
 above those that belong to people."""
-END_S = 10.0
+START_S = END_S = 10.0
+"""Seconds that `unshare` may take to make the namespace, and to end when it is killed"""
 
 
 def open_user_namespace() -> int:
@@ -32,6 +34,8 @@ def open_user_namespace() -> int:
         raise SandboxError(f"cannot start unshare, install util-linux: {error}") from error
     try:
         assert holder.stdout is not None
+        if not select.select([holder.stdout], [], [], START_S)[0]:
+            raise SandboxError(f"unshare made no user namespace within {START_S:g} s")
         if not holder.stdout.readline():
             raise SandboxError("the kernel does not allow a user namespace (docs/gateway.md#sandbox)")
         folder = Path(f"/proc/{holder.pid}")

@@ -9,8 +9,10 @@ from slimrl.config.schema.types import (
     FilePath,
     Flag,
     Float,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
 )
 
@@ -25,6 +27,22 @@ class TruncationMode(str, Enum):
 
 
 @dataclass(kw_only=True)
+class CurriculumConfig:
+    """Training files of rising difficulty (docs/data_formats.md#a-curriculum)."""
+
+    levels: dict[FileName, list[str]] = field(default_factory=dict)
+    """By a name of your own, files of a task, the easiest first: `train` and names of `data.more`. Empty for no
+    curriculum."""
+    raise_at: PositiveFraction = 0.8
+    """Success rate at which the next file begins: the mean over groups of the fraction of their trajectories with
+    `eval.pass_reward` or more."""
+    window: PositiveInt = 64
+    """Groups of the present file over which the rate is measured, and the least that it takes."""
+    passed_weight: NonNegativeFloat = 0.2
+    """Factor of the weight of a passed file; 0 to train on the present one alone."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     train: FilePath = MISSING
     """File of prompts (`slimrl train`) or of conversations (`slimrl sft`): Parquet if its name ends in `.parquet`, else
@@ -36,6 +54,7 @@ class DataConfig:
     weights: dict[str, PositiveFloat] = field(default_factory=dict)
     """How much of the training is on each file: a number for `train` and for each name of `more`, of which only the
     proportions count. Empty to take each item of all files once per epoch."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     keys: dict[str, str] = field(default_factory=dict)
     """Columns of the files by our names: `{prompt: problem, label: answer}`; `a.b` is the key `b` of the column `a`.
     The columns that it does not name are the prompt's metadata. Empty for files with our names."""

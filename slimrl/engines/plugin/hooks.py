@@ -7,8 +7,8 @@ gated delta nets in the engine's precision (norm_dtype.py), the check of the run
 same for sockets between its processes (socket_keys.py), and no files of SGLang left in /dev/shm: they are unlinked
 early, or named so that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, norms and rotary embeddings in fewer
-operations, gates, seeded sampling without a compiler, no pinning of host memory, no padding of heads, and sums that
-NCCL would scatter. No file of SGLang is changed.
+operations, products with packed weights, gates, seeded sampling without a compiler, no pinning of host memory, no
+padding of heads, and sums that NCCL would scatter. No file of SGLang is changed.
 SGLang imports this module in every engine process. A hook that does not fit is only logged there; `require_applied`
 turns it into a failure to start.
 """
@@ -41,6 +41,8 @@ _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+_LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
+_LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
@@ -120,6 +122,7 @@ def hooks() -> list[Hook]:
         head_padding,
         latent_attention,
         native_layers,
+        packed_linear,
         seeded_sampling,
     )
 
@@ -136,6 +139,9 @@ def hooks() -> list[Hook]:
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
         (f"{_NORM}.forward_native", "around", native_layers.around_rms_norm),
         (f"{_ROTARY}.forward_native", "around", native_layers.around_rotary),
+        (f"{_LINEAR}.apply", "around", packed_linear.around_apply),
+        (_LM_HEAD, "around", packed_linear.around_lm_head),
+        *((f"{_UPDATER}.{method}", "before", packed_linear.before_update) for method in packed_linear.UPDATES),
         (f"{_GATED_NORM}.rms_norm_gated", "replace", gates.rms_norm_gated),
         (f"{_SHARED_EXPERT}.fused_gate_sigmoid_mul_add", "replace", gates.fused_gate_sigmoid_mul_add),
         (f"{_SAMPLER}.multinomial_with_seed", "replace", seeded_sampling.multinomial_with_seed),

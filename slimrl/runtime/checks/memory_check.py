@@ -14,7 +14,9 @@ from ray._common.utils import get_system_memory
 from slimrl import device
 from slimrl.config.load import SERVING, LoadedRecipe, trains
 from slimrl.config.problems import Problem
+from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
+from slimrl.engines.plugin.cpu.packed_linear import MIN_ELEMENTS
 from slimrl.engines.servers.server import CPU_MEMORY_FRACTION, cpu_cache_tokens
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
@@ -73,8 +75,22 @@ def _engine_bytes(recipe: Recipe, hf_config: dict[str, Any], has: int) -> dict[s
     return {
         "KV caches": rollout.num_engines * min(cache * width, int(fraction * has)),
         "engines' weights and processes": rollout.num_engines
-        * (_parameters(hf_config) * width + processes * PROCESS_BYTES),
+        * ((_parameters(hf_config) + _packed(recipe, hf_config)) * width + processes * PROCESS_BYTES),
     }
+
+
+def _packed(recipe: Recipe, hf_config: dict[str, Any]) -> int:
+    """Elements of an engine's weights that it has in oneDNN's layout too (engines/plugin/cpu/packed_linear.py)."""
+    if recipe.trainer.precision is not Precision.fp32:
+        return 0
+    sizes = {
+        spec.name: prod(spec.shape) for spec in family_of(hf_config).hf_tensor_specs(hf_config) if len(spec.shape) == 2
+    }
+    if "lm_head.weight" in sizes:
+        sizes.pop("model.embed_tokens.weight", None)
+    # Experts have products of their own, and latent attention takes kv_b_proj apart.
+    linear = (size for name, size in sizes.items() if ".experts." not in name and "kv_b_proj" not in name)
+    return sum(size for size in linear if size >= MIN_ELEMENTS * recipe.rollout.engine_tp)
 
 
 def _rank_bytes(recipe: Recipe, hf_config: dict[str, Any], *, updates: bool) -> dict[str, int]:

@@ -1,0 +1,109 @@
+"""The order of training through files of rising difficulty: the next begins when the present one is mostly solved.
+
+1. A ladder is a list of training files, the easiest first. Its present level is the first file at the start.
+2. Prompts come from the files as in a Mixture. Within a ladder the file of the present level has its weight, those of
+   passed levels `passed_weight` times theirs, later ones none.
+3. The success rate of a group is the fraction of its trajectories with the reward `pass_reward` or more. Groups count
+   that are of the present level, also if they began before it was the present one.
+4. When the mean over the last `window` groups, all since the level began, is `raise_at` or more, the next level begins.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slimrl.config.schema.data import CurriculumConfig
+from slimrl.data.mixture import Mixture
+from slimrl.data.trajectory import Prompt
+
+
+class Curriculum(Mixture[Prompt]):
+    """Its state is that of a Mixture, and the level and the last success rates of each ladder."""
+
+    def __init__(
+        self,
+        files: Mapping[str, Sequence[Prompt]],
+        weights: Mapping[str, float],
+        settings: CurriculumConfig,
+        *,
+        pass_reward: float,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        """
+        Args:
+            files: prompts by the file's name.
+            weights: of the same names, greater than 0; empty for equal ones.
+            pass_reward: smallest reward of a trajectory that succeeds.
+        """
+        self._base = dict(weights) or dict.fromkeys(files, 1.0)
+        super().__init__(files, self._base, seed=seed, shuffle=shuffle)
+        self._settings, self._pass_reward = settings, pass_reward
+        self._files_of = {prompt.prompt_id: name for name, prompts in files.items() for prompt in prompts}
+        self._ladder_of = {name: ladder for ladder, names in settings.levels.items() for name in names}
+        self._level = dict.fromkeys(settings.levels, 0)
+        self._rates = {ladder: self._window() for ladder in settings.levels}
+        self._weigh()
+
+    def count(self, prompt_id: str, rewards: Sequence[float]) -> None:
+        """Count a group that has ended.
+
+        Args:
+            rewards: of its trajectories that did not fail; without one the group does not count.
+        """
+        name = self._files_of[prompt_id]
+        ladder = self._ladder_of.get(name)
+        if ladder is None or not rewards or name != self._settings.levels[ladder][self._level[ladder]]:
+            return
+        rates = self._rates[ladder]
+        rates.append(sum(reward >= self._pass_reward for reward in rewards) / len(rewards))
+        is_last = self._level[ladder] + 1 == len(self._settings.levels[ladder])
+        if not is_last and len(rates) == rates.maxlen and sum(rates) / len(rates) >= self._settings.raise_at:
+            self._level[ladder] += 1
+            self._rates[ladder] = self._window()
+            self._weigh()
+
+    def metrics(self) -> dict[str, float]:
+        """`data/level/<ladder>`, from 0, and `data/level_success/<ladder>`, which is missing before the first group."""
+        levels = {f"data/level/{ladder}": float(level) for ladder, level in self._level.items()}
+        return levels | {
+            f"data/level_success/{ladder}": sum(rates) / len(rates) for ladder, rates in self._rates.items() if rates
+        }
+
+    def state(self) -> dict[str, Any]:
+        """State for `restore`."""
+        ladders = {
+            ladder: {"level": level, "rates": list(self._rates[ladder])} for ladder, level in self._level.items()
+        }
+        return {**super().state(), "ladders": ladders}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. Other settings than the files of the ladders may have changed since.
+
+        Raises:
+            ValueError: as Mixture.restore; the state has other ladders, or one at a level that there is not now.
+        """
+        super().restore(state)
+        ladders = state.get("ladders", {})
+        if ladders.keys() != self._level.keys():
+            before = ", ".join(ladders) or "a run without data.curriculum"
+            raise ValueError(
+                f"the saved levels are of {before}, but data.curriculum.levels has {', '.join(self._level)}"
+            )
+        for ladder, saved in ladders.items():
+            if saved["level"] >= len(self._settings.levels[ladder]):
+                raise ValueError(f"data.curriculum.levels.{ladder} has no level {saved['level']}, at which the run was")
+            self._level[ladder] = saved["level"]
+            self._rates[ladder] = self._window(saved["rates"])
+        self._weigh()
+
+    def _window(self, rates: Sequence[float] = ()) -> deque[float]:
+        return deque(rates, maxlen=self._settings.window)
+
+    def _weigh(self) -> None:
+        weights = dict(self._base)
+        for ladder, names in self._settings.levels.items():
+            for number, name in enumerate(names):
+                if number != (level := self._level[ladder]):
+                    weights[name] *= self._settings.passed_weight if number < level else 0.0
+        self.weigh(weights)
