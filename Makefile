@@ -110,9 +110,9 @@ quickstart-real: $(REAL_MODEL) $(QUICKSTART_REAL)/data ## train that model to an
 # There are but 100 products of two numbers of one digit.
 $(QUICKSTART_REAL)/data: | $(STAMP)
 	@rm -rf $@.partial
-	$(PREPARE_TASKS) chain_sum,gcd $@.partial --difficulty chain_sum.max_terms=3,chain_sum.max_digits=1,gcd.max_value=30 --num 500 --heldout 100 --seed $(SEED)
-	$(PREPARE_TASKS) products $@.partial --difficulty max_digits=1 --num 60 --heldout 40 --seed $(SEED)
-	@mv $@.partial $@
+	$(PREPARE_TASKS) chain_sum,gcd $@.partial --difficulty chain_sum.max_terms=3,chain_sum.max_digits=1,gcd.max_value=30 --num 500 --heldout 100 --seed $(SEED) > $@.partial.log
+	$(PREPARE_TASKS) products $@.partial --difficulty max_digits=1 --num 60 --heldout 40 --seed $(SEED) >> $@.partial.log
+	@rm $@.partial.log && mv $@.partial $@
 
 # Long tests first, so that short ones fill the last minutes of all processes.
 test: $(STAMP) ## representative integration tests, then unit tests (about 20 minutes on 2 cores)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(120
 STEPS = 20
 RUN_S, QUANTIZE_S = 1000.0, 180.0
 TOOLS = (sys.executable, "-m", "slimrl_tools.cli")
-LIMITS = {"fp32": 2e-5, "bf16": 0.1, "block_fp8": 0.1}
+LIMITS = {"fp32": 2e-5, "bf16": 0.1, "block_fp8": 0.3}
 """Of `mismatch/logprob_abs_mean`, in nats, by what engines compute in: twice the largest of 20 steps that was measured"""
 
 
