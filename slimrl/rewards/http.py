@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import aiohttp
 
+from slimrl.base.environment_key import environment_key
 from slimrl.rewards.retries import Retries
 
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -43,7 +43,7 @@ class JsonEndpoint:
         retries: attempts after the first one, after an error of transport or a status of RETRIED.
 
     Raises:
-        ValueError: a wrong setting, or the environment has no such variable.
+        ValueError: a wrong setting, or a variable that holds no key (environment_key).
     """
 
     def __init__(
@@ -54,10 +54,12 @@ class JsonEndpoint:
         for name, value in (("max_running", max_running), ("timeout_s", timeout_s), ("retries", retries + 1)):
             if not value > 0:
                 raise ValueError(f"{name}: is out of range")
-        if api_key_env and not os.environ.get(api_key_env):
-            raise ValueError(f"api_key_env: the environment has no variable {api_key_env}")
+        try:
+            key = environment_key(api_key_env) if api_key_env else ""
+        except ValueError as error:
+            raise ValueError(f"api_key_env: {error}") from error
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._max_running, self._timeout_s = max_running, timeout_s
         self._retries = Retries(limit=retries, errors=(ConnectionError, EndpointBusy, TimeoutError))
 

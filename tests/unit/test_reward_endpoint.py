@@ -115,3 +115,10 @@ async def test_an_answer_that_is_no_json_is_refused_and_its_type_does_not_matter
         with pytest.raises(EndpointError, match=rf"^{scores.url}/score answered with no JSON: <html>$"):
             await scores.post("/score", {})
     assert asked == ["Bearer secret"] * 2
+
+
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(monkeypatch):
+    monkeypatch.setenv("SCORES_KEY", "top\nsecret")
+    with pytest.raises(ValueError, match="api_key_env: the environment's variable SCORES_KEY is no key") as refused:
+        JsonEndpoint("http://a", api_key_env="SCORES_KEY")
+    assert "secret" not in str(refused.value)

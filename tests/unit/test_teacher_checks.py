@@ -18,7 +18,7 @@ from slimrl.models.hf_config import published_config
 from slimrl.models.offline_recipe import read_offline
 from slimrl.observability.progress import Progress
 from slimrl.runtime.checks.fetched_model import fetch_model
-from slimrl.runtime.checks.teacher_check import other_vocabulary, teacher_problems
+from slimrl.runtime.checks.teacher_check import key_of_others, other_vocabulary, teacher_problems
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 POLICY = RECIPES / "qwen3" / "qwen3_4b_gspo.yaml"
@@ -149,6 +149,22 @@ def test_a_recipe_with_another_tokenizer_is_refused(tmp_path, monkeypatch):
     keyed = [overrides[0], "teacher.urls=[http://127.0.0.1:9]", "teacher.api_key_env=NO_SUCH_KEY"]
     (problem,) = teacher_problems(load_recipe(POLICY, keyed))
     assert (problem.key, problem.message) == ("teacher.api_key_env", "the environment has no variable NO_SUCH_KEY.")
+    # What no header can have is not sent, and not shown; white space around a key is no part of it.
+    for value in ("top\nsecret", "tops\u00e9cret", "top\tsecret"):
+        monkeypatch.setenv("NO_SUCH_KEY", value)
+        (problem,) = teacher_problems(load_recipe(POLICY, keyed))
+        assert problem.key == "teacher.api_key_env"
+        assert "NO_SUCH_KEY" in problem.message
+        assert "top" not in problem.message
+        assert "cret" not in problem.message
+    monkeypatch.setenv("NO_SUCH_KEY", " topsecret\n")
+    (problem,) = teacher_problems(load_recipe(POLICY, keyed))
+    assert problem.key == "teacher.urls"
+    assert "no teacher answers there: ConnectError" in problem.message
+    assert "topsecret" not in problem.message
+    key = key_of_others(load_recipe(POLICY, keyed).recipe.teacher)
+    assert key is not None
+    assert key.value == "topsecret"
 
 
 def test_a_teacher_of_the_hub_is_fetched_and_named_by_its_folder(tmp_path, monkeypatch):

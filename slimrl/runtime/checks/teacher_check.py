@@ -8,7 +8,6 @@ be the same token in the teacher's, which may have more. A server that somebody 
 3. for the log-prob of the last id of the policy's vocabulary, which SGLang refuses beyond the teacher's.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import httpx
 from transformers import PreTrainedTokenizerBase
 
 from slimrl.agent.chat.tokenizer import load_tokenizer
+from slimrl.base.environment_key import environment_key
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import Problem
 from slimrl.config.schema.model import TeacherConfig
@@ -54,9 +54,10 @@ def teacher_problems(loaded: LoadedRecipe, *, servers: bool = True) -> list[Prob
     if not servers:
         return []
     vocab_size = int(read_hf_config(policy)["vocab_size"])
-    if teacher.api_key_env and not os.environ.get(teacher.api_key_env):
-        return [loaded.problem("teacher.api_key_env", f"the environment has no variable {teacher.api_key_env}.")]
-    key = key_of_others(teacher)
+    try:
+        key = key_of_others(teacher)
+    except ValueError as error:
+        return [loaded.problem("teacher.api_key_env", f"{error}.")]
     asked = ((url, why_no_teacher(url, key, tokenizer, vocab_size)) for url in teacher.urls)
     return [loaded.problem("teacher.urls", f"{url}: {reason}") for url, reason in asked if reason]
 
@@ -79,8 +80,12 @@ def other_vocabulary(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokeniz
 
 
 def key_of_others(teacher: TeacherConfig) -> EngineKey | None:
-    """The key of the servers of `teacher.urls`; None where they have none."""
-    return EngineKey(os.environ[teacher.api_key_env]) if teacher.api_key_env else None
+    """The key of the servers of `teacher.urls`; None where they have none.
+
+    Raises:
+        ValueError: see environment_key.
+    """
+    return EngineKey(environment_key(teacher.api_key_env)) if teacher.api_key_env else None
 
 
 def why_no_teacher(url: str, key: EngineKey | None, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:
