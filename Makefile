@@ -1,4 +1,4 @@
-# Two commands start everything: `make quickstart` and `make test`. Each sets up .venv first when it is missing or old.
+# Three commands start everything: `make quickstart`, `make quickstart-real` and `make test`. Each sets up .venv first when it is missing or old.
 
 # A Python 3.12; by default requirements/find_python.sh searches the usual places.
 PYTHON ?=
@@ -14,6 +14,8 @@ GET_INSTALLER = $(if $(filter uv,$(INSTALLER)),$(INSTALL_pip) --no-deps $$(grep 
 # Up to date if .venv holds the packages of requirements/.
 STAMP := $(VENV)/.installed
 IS_3_12 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
+NO_REASONING := reasoning-gym was not installed, it needs a C compiler and Python's headers; its tests are skipped and \
+    make quickstart-real needs it.
 MAKE_VENV = { test -x $(BIN)/python && $(BIN)/python -c "$(IS_3_12)"; } || { \
 	    python=$$(PYTHON="$(PYTHON)" sh requirements/find_python.sh) && "$$python" -m venv --clear $(VENV); }
 
@@ -42,16 +44,18 @@ $(STAMP): $(wildcard requirements/*) pyproject.toml
 	@$(MAKE_VENV)
 	@$(GET_INSTALLER)
 	@echo "Installing the pinned dependencies into $(VENV) with $(INSTALLER): 6.7 GB on disk."
-	@echo "  1/3 requirements/slimrl.txt, cpu.txt and dev.txt (most of it)"
+	@echo "  1/4 requirements/slimrl.txt, cpu.txt and dev.txt (most of it)"
 	@$(INSTALL) --constraint requirements/lock.txt --requirement requirements/slimrl.txt \
 	    --requirement requirements/cpu.txt --requirement requirements/dev.txt
-	@echo "  2/3 requirements/no-deps.txt"
+	@echo "  2/4 requirements/no-deps.txt"
 	@$(INSTALL) --no-deps --requirement requirements/no-deps.txt
-	@echo "  3/3 slimrl, and Transformer Engine's Python for tests, where nothing imports it by chance"
+	@echo "  3/4 slimrl, and Transformer Engine's Python for tests, where nothing imports it by chance"
 	@$(INSTALL) --no-deps --editable .
 	@$(INSTALL) --no-deps --upgrade --target $(VENV)/transformer_engine \
 	    "$$(sed -n 's/^transformer-engine.*==/transformer-engine==/p' requirements/gpu.txt)"
 	@$(BIN)/python -m compileall -q slimrl megatron_patches tools
+	@echo "  4/4 requirements/reasoning.txt, if there is a C compiler"
+	@$(INSTALL) --constraint requirements/lock.txt --requirement requirements/reasoning.txt || echo "$(NO_REASONING)" >&2
 	@touch $@
 
 # The lock names every package. Transformer Engine's part for torch is compiled against the torch that step 1 installs,
@@ -100,7 +104,8 @@ REASONING = recipes/smollm2/reasoning.yaml run.dir=$(QUICKSTART_REAL) model.path
 REAL_TRAINED := $(QUICKSTART_REAL)/reasoning/export/hf
 PREPARE_TASKS = $(BIN)/slimrl-tools prepare reasoning-gym
 
-quickstart-real: $(REAL_MODEL) $(QUICKSTART_REAL)/data ## train that model to answer small arithmetic (2 cores; a second call goes on where the first ended; docs/recipes.md)
+# The data first: without reasoning-gym they are refused before the model is fetched.
+quickstart-real: $(QUICKSTART_REAL)/data $(REAL_MODEL) ## train that model to answer small arithmetic (2 cores; a second call goes on where the first ended; docs/recipes.md)
 	$(BIN)/slimrl eval $(REASONING) --checkpoint $(REAL_MODEL) --out $(QUICKSTART_REAL)/before
 	@test -d $(REAL_TRAINED) || { set -x; $(BIN)/slimrl train $(REASONING) --resume-or-start; }
 	$(BIN)/slimrl eval $(REASONING) --checkpoint $(REAL_TRAINED) --out $(QUICKSTART_REAL)/after
@@ -175,6 +180,7 @@ lock: ## write requirements/lock.txt from the packages in .venv, and what a GPU 
 	mv requirements/lock.new requirements/lock.txt
 	PATH="$(BIN):$$PATH" NVTE_PYTORCH_SKIP_CUDA_BUILD=TRUE $(BIN)/uv pip compile --quiet --no-build-isolation \
 	    --python $(BIN)/python --constraint requirements/lock.txt --no-annotate --no-header \
-	    requirements/slimrl.txt requirements/gpu.txt requirements/dev.txt --output-file requirements/lock-gpu.new
+	    requirements/slimrl.txt requirements/gpu.txt requirements/dev.txt requirements/reasoning.txt \
+	    --output-file requirements/lock-gpu.new
 	(sed -n '/^#/p' requirements/lock-gpu.txt; cat requirements/lock-gpu.new) > requirements/lock-gpu.both
 	mv requirements/lock-gpu.both requirements/lock-gpu.txt && rm requirements/lock-gpu.new

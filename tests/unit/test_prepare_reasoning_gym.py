@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import reasoning_gym
 from slimrl_tools.cli import app
 from slimrl_tools.prepare.reasoning_gym import prepare_tasks
 from typer.testing import CliRunner
@@ -12,6 +11,8 @@ from typer.testing import CliRunner
 from slimrl.config.load import load_recipe
 from slimrl.data.mixture import Mixture
 from slimrl.data.prompts import read_prompts
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
 

@@ -3,17 +3,17 @@
 import json
 
 import pytest
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
 from slimrl_tools.prepare.reasoning_gym import REFUSED
 
 from slimrl.base.answering_process import OutOfCpuTime, ProcessFailed
 from slimrl.data.trajectory import Prompt, Status, Trajectory
-from slimrl.rewards import reasoning_gym_scorer
 from slimrl.rewards.limited_processes import LimitedProcesses
 from slimrl.rewards.reasoning_gym import ReasoningGym, any_answer
 
-TASKS = sorted(DATASETS.keys() - REFUSED.keys())
+reasoning_gym = pytest.importorskip("reasoning_gym")
+reasoning_gym_scorer = pytest.importorskip("slimrl.rewards.reasoning_gym_scorer")
+
+TASKS = sorted(reasoning_gym.factory.DATASETS.keys() - REFUSED.keys())
 SOLUTIONS = {
     "boxnet": None,  # the library finds none
     "graph_color": lambda entry: json.dumps(entry["metadata"]["possible_answer"]),

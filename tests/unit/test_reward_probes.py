@@ -30,6 +30,7 @@ ELSEWHERE = {
     "judge:Pairwise": "test_http_rewards.py",
     "process:ProcessReward": "test_http_rewards.py",
     "remote:Remote": "test_http_rewards.py",
+    "reasoning_gym:ReasoningGym": "test_reasoning_gym_reward.py",
     "math:boxed_equivalent": "test_reward_probes.py",
 }
 """Rewards that need processes or servers, and the file with their probes."""

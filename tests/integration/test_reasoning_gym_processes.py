@@ -13,6 +13,8 @@ from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.reasoning_gym import ReasoningGym
 from slimrl.rewards.scoring import score
 
+pytest.importorskip("reasoning_gym")
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SLOW = "9**9**9**9"
