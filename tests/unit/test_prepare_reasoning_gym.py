@@ -1,6 +1,7 @@
 """`slimrl-tools prepare reasoning-gym` with the real library."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -145,21 +146,50 @@ def test_a_folder_is_not_overwritten_and_options_of_tasks_go_with_no_file(tmp_pa
     assert (done.exit_code, "--num, --seed: only for reasoning-gym, and not for gsm8k" in done.output) == (2, True)
 
 
-def test_an_entry_that_changes_in_json_is_refused(tmp_path, monkeypatch):
+def test_entries_that_json_does_not_keep_are_left_out_and_counted(tmp_path):
+    # The library gives some entries a Fraction, and some an integral that its scorer does not take as right.
+    for task, num, heldout, seed in (("gsm_symbolic", 60, 10, "0"), ("intermediate_integration", 12, 3, "3")):
+        options = ("--num", str(num), "--heldout", str(heldout), "--seed", seed)
+        done = prepare(task, tmp_path, *options)
+        assert done.exit_code == 0, done.output
+        assert int(re.search(r"; left out: (\d+) that JSON does not keep", done.output)[1]) > 0
+        assert len(texts(tmp_path / task / "train.jsonl")) == num
+        for line in lines(tmp_path / task / "train.jsonl"):
+            assert reasoning_gym.get_score_answer_fn(task)(answer=line["label"], entry=line["metadata"]["entry"]) == 1
+    assert "left out" not in prepare("gcd", tmp_path, "--num", "20", "--heldout", "5").output
+
+
+def test_a_task_of_which_json_keeps_no_entry_is_refused_and_the_others_are_not_written(tmp_path, monkeypatch):
     real = reasoning_gym.create_dataset
 
     def create(task, **arguments):
-        entry = real(task, **arguments)[0]
-        return [{**entry, "answer": f"{entry['answer']}?"}]
+        entries = list(real(task, **arguments))
+        return [{**entry, "answer": f"{entry['answer']}?"} for entry in entries] if task == "rearc" else entries
 
     monkeypatch.setattr(reasoning_gym, "create_dataset", create)
-    with pytest.raises(ValueError, match="of an entry does not earn 1 when read from JSON"):
-        prepare_tasks("rearc", tmp_path, num=1, heldout=1, seed=0)
+    with pytest.raises(ValueError, match=r"^rearc: 0 .* left out, .* does not earn 1 when read from JSON\)"):
+        prepare_tasks("gcd,rearc", tmp_path, num=2, heldout=1, seed=0)
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr(
-        reasoning_gym, "create_dataset", lambda task, **_: [{"question": "?", "answer": "1", "metadata": {"a": {1}}}]
-    )
-    with pytest.raises(ValueError, match="gcd: an entry cannot be written as JSON: Object of type set"):
+        reasoning_gym, "create_dataset",
+        lambda task, *, size, **_: [{"question": "?", "answer": "1", "metadata": {"a": {1}}}] * size,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^gcd: 0 .*cannot be written as JSON: Object of type set"):
         prepare_tasks("gcd", tmp_path, num=1, heldout=1, seed=0)
+
+
+def test_when_writing_a_task_fails_none_is_written(tmp_path, monkeypatch):
+    real = Path.open
+
+    def full(path, *args, **kwargs):
+        if path.name == "heldout.jsonl" and "lcm" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="No space left"):
+        prepare_tasks("gcd,lcm", tmp_path, num=3, heldout=2, seed=0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_task_with_one_question_has_none_to_hold_out(tmp_path, monkeypatch):

@@ -4,20 +4,23 @@
    differ, or until TRIES times as many were drawn. Small tasks have few: two numbers of one digit have 200 sums.
 2. A question belongs to the first level that has it.
 3. The questions of a level are shuffled. The first of them are held out, the rest is trained on.
-4. An entry has to mean the same after it was written as JSON: its own answer earns 1 before and after.
+4. An entry has to mean the same after it was written as JSON: its own answer earns 1 then. Others are left out and
+   counted.
+5. Nothing is written before the questions of all tasks are there.
 """
 
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from slimrl_tools.prepare.difficulty import Difficulty, configured, read_difficulty
+from slimrl_tools.prepare.difficulty import configured, read_difficulty
 
-from slimrl.base.atomic import atomic_file
+from slimrl.base.atomic import atomic_folder
 from slimrl.base.extras import needs_extra
 from slimrl.base.seeds import derive_seed
 from slimrl.config.problems import suggestion
@@ -43,6 +46,8 @@ class TaskFiles:
     num_train: int
     num_heldout: int
     wanted: int
+    left_out: int
+    """Entries that JSON does not keep"""
 
     @property
     def name(self) -> str:
@@ -53,7 +58,19 @@ class TaskFiles:
         text = f"{self.train}: {self.num_train} questions; {self.heldout}: {self.num_heldout}"
         found = self.num_train + self.num_heldout
         few = f"; only {found} of {self.wanted} wanted: {TRIES * self.wanted} draws gave no more different ones"
-        return text + (few if found < self.wanted else "")
+        text += few if found < self.wanted else ""
+        return text + (f"; left out: {self.left_out} that JSON does not keep" if self.left_out else "")
+
+
+@dataclass(kw_only=True)
+class _Questions:
+    """Lines of a task at a level."""
+
+    level: int | None
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    left_out: int = 0
+    reason: str = ""
+    """Why the last of these was left out"""
 
 
 def prepare_tasks(names: str, out: Path, *, difficulty: str = "", num: int, heldout: int, seed: int) -> list[TaskFiles]:
@@ -67,8 +84,8 @@ def prepare_tasks(names: str, out: Path, *, difficulty: str = "", num: int, held
         heldout: questions to evaluate on.
 
     Raises:
-        ValueError: the package is missing, there is no such task, level or setting, a folder exists, or a task cannot
-            be written as JSON.
+        ValueError: the package is missing, there is no such task, level or setting, a folder exists, or of a task there
+            are too few entries that JSON keeps. Then nothing was written.
     """
     needs_extra(PACKAGE, EXTRA)
     from reasoning_gym.factory import CURRICULA, DATASETS
@@ -84,11 +101,14 @@ def prepare_tasks(names: str, out: Path, *, difficulty: str = "", num: int, held
             configured(task, DATASETS[task][1], curriculum, level, wished.settings[task])
             for level in wished.levels or (None,)
         ]
-    return [
-        files
-        for task in tasks
-        for files in _write_task(task, out / task, arguments[task], wished, num=num, heldout=heldout, seed=seed)
-    ]
+    questions = {task: _questions(task, arguments[task], wished.levels, num + heldout, seed) for task in tasks}
+    with ExitStack() as stack:
+        return [
+            files
+            for task in tasks
+            for partial in [stack.enter_context(atomic_folder(out / task))]
+            for files in _write_task(task, out / task, partial, questions[task], num=num, heldout=heldout)
+        ]
 
 
 def recipe_lines(written: Sequence[TaskFiles]) -> str:
@@ -113,45 +133,49 @@ def _check_task(task: str, known: Sequence[str], tasks: Sequence[str], folder: P
         raise ValueError(f"{folder} exists; it is not overwritten")
 
 
-def _write_task(
-    task: str,
-    folder: Path,
-    arguments: Sequence[dict[str, Any]],
-    wished: Difficulty,
-    *,
-    num: int,
-    heldout: int,
-    seed: int,
-) -> Iterator[TaskFiles]:
+def _questions(
+    task: str, arguments: Sequence[dict[str, Any]], levels: Sequence[int], wanted: int, seed: int
+) -> list[_Questions]:
+    """Shuffled questions of each level, or of the task without levels."""
     seen = set[str]()
-    several = len(wished.levels) > 1
-    lines_of_level = []
-    for number, given in enumerate(arguments):
+    found = []
+    for number, (given, level) in enumerate(zip(arguments, levels or (None,), strict=True)):
         rng_seed = derive_seed(seed, task, number)
-        lines = list(_distinct(task, given, num + heldout, rng_seed, seen))
-        random.Random(rng_seed).shuffle(lines)
-        lines_of_level.append(lines)
-        if len(lines) < 2:
-            raise ValueError(f"{task}: {len(lines)} different questions, and so none to hold out; use other settings")
-    folder.mkdir(parents=True)
-    for lines, level in zip(lines_of_level, wished.levels or (None,), strict=True):
+        questions = _Questions(level=level)
+        _draw(task, given, wanted, rng_seed, seen, questions)
+        random.Random(rng_seed).shuffle(questions.lines)
+        if len(questions.lines) < 2:
+            why = f" ({questions.left_out} left out, such as this one: {questions.reason})" if questions.reason else ""
+            raise ValueError(
+                f"{task}: {len(questions.lines)} different questions, and so none to hold out{why}; use other settings"
+            )
+        found.append(questions)
+    return found
+
+
+def _write_task(
+    task: str, folder: Path, partial: Path, levels: Sequence[_Questions], *, num: int, heldout: int
+) -> Iterator[TaskFiles]:
+    """Write into `partial`, which becomes `folder`."""
+    for questions in levels:
+        lines = questions.lines
         num_heldout = heldout if len(lines) == num + heldout else max(1, round(heldout * len(lines) / (num + heldout)))
-        ending = f"_{level}.jsonl" if several else ".jsonl"
-        paths = [folder / f"{name}{ending}" for name in ("train", "heldout")]
-        for path, part in zip(paths, (lines[num_heldout:], lines[:num_heldout]), strict=True):
-            with atomic_file(path) as stream:
+        ending = f"_{questions.level}.jsonl" if len(levels) > 1 else ".jsonl"
+        names = [f"{name}{ending}" for name in ("train", "heldout")]
+        for name, part in zip(names, (lines[num_heldout:], lines[:num_heldout]), strict=True):
+            with (partial / name).open("wb") as stream:
                 stream.writelines(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in part)
         yield TaskFiles(
-            task=task, level=level, train=paths[0], heldout=paths[1], num_train=len(lines) - num_heldout,
-            num_heldout=num_heldout, wanted=num + heldout,
+            task=task, level=questions.level, train=folder / names[0], heldout=folder / names[1],
+            num_train=len(lines) - num_heldout, num_heldout=num_heldout, wanted=num + heldout,
+            left_out=questions.left_out,
         )  # fmt: skip
 
 
-def _distinct(task: str, arguments: dict[str, Any], count: int, seed: int, seen: set[str]) -> Iterator[dict[str, Any]]:
-    """Lines of at most `count` questions that are not in `seen`, to which they are added."""
+def _draw(task: str, arguments: dict[str, Any], count: int, seed: int, seen: set[str], into: _Questions) -> None:
+    """Draw until there are `count` questions that are not in `seen`, to which they are added, or no more are found."""
     import reasoning_gym
 
-    found = 0
     for chunk in range(TRIES):
         # Item i of a data set is made from its seed plus i.
         entries = reasoning_gym.create_dataset(task, seed=seed + chunk * count, size=count, **arguments)
@@ -160,9 +184,12 @@ def _distinct(task: str, arguments: dict[str, Any], count: int, seed: int, seen:
             if entry["question"] in seen:
                 continue
             seen.add(entry["question"])
-            yield _line(task, entry)
-            found += 1
-            if found == count:
+            try:
+                into.lines.append(_line(task, entry))
+            except ValueError as error:
+                into.left_out += 1
+                into.reason = str(error)
+            if len(into.lines) == count:
                 return
 
 
@@ -173,9 +200,9 @@ def _line(task: str, entry: dict[str, Any]) -> dict[str, Any]:
     try:
         kept = json.loads(json.dumps(entry, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{task}: an entry cannot be written as JSON: {error}") from error
+        raise ValueError(f"cannot be written as JSON: {error}") from error
     if entry["answer"] is not None and answer([task, kept, entry["answer"]]) != 1:
-        raise ValueError(f"{task}: the answer {entry['answer']!r} of an entry does not earn 1 when read from JSON")
+        raise ValueError(f"its answer {entry['answer']!r} does not earn 1 when read from JSON")
     return {
         "prompt": entry["question"],
         "label": entry["answer"],
