@@ -22,8 +22,8 @@ ANYWHERE = "any"
 """Value of `answer_in` that looks in several places"""
 KEPT_BYTES = 400 * 1024**2
 """Resident memory with which a process is not kept; a ready one has about 120 MiB."""
-_SAID = re.compile(r"\banswer(?: is)?\W{0,3}:[*_ ]*", re.IGNORECASE)
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?\d[\d,]*(?:\.\d+)?")
+_SAID = re.compile(r"\banswer(?: is)?\W{0,3}:\**", re.IGNORECASE)
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|(?<!\w)\.\d+)")
 _MARKS = "*`$ \t"
 
 log = logging.getLogger(__name__)
@@ -112,21 +112,29 @@ def any_answer(text: str, label: str | None) -> str:
     """The answer in a text that follows no fixed form; empty if there is none.
 
     It is the last \\boxed{}, else the last `<answer>`, else what stands behind the last `Answer:`, else the end of the
-    text. There it has as many lines as the label, and if that is a number it is the last number in them. Only
-    one answer is looked at, so that a list of guesses earns nothing.
+    text. There it has as many lines as the label, without empty ones if the label has none, and if that is a number it
+    is the last number in them. Only one answer is looked at, so that a list of guesses earns nothing.
     """
     inner = (boxed(text) or tagged(text, "answer") or "").strip()
     if inner:
         return inner
     said = list(_SAID.finditer(text))
     behind = text[said[-1].end() :].strip(_MARKS + "\n") if said else ""
-    lines = [line for line in (behind or text).split("\n") if line.strip(_MARKS)]
-    count = max(1, (label or "").strip("\n").count("\n") + 1)
-    ending = lines[:count] if behind else lines[-count:]
-    answer = "\n".join(ending).strip() if count > 1 else "".join(ending).strip(_MARKS)
+    rows = (label or "").strip("\n").split("\n")
+    # Boards may have rows of spaces.
+    blank_counts = not all(map(str.strip, rows))
+    lines = [
+        line
+        for line in (behind or text).strip("\n").split("\n")
+        if line.strip(_MARKS) or (blank_counts and not line.strip())
+    ]
+    ending = lines[: len(rows)] if behind else lines[-len(rows) :]
+    answer = "\n".join(ending).strip() if len(rows) > 1 else "".join(ending).strip(_MARKS)
     if label is not None and _NUMBER.fullmatch(label.strip()):
-        return next(iter(_NUMBER.findall(answer)[::-1]), "")
-    return answer if (label or "").endswith(".") else answer.removesuffix(".")
+        return next(iter(_NUMBER.findall(answer.replace("\N{MINUS SIGN}", "-"))[::-1]), "")
+    if (label or "").endswith("."):
+        return answer
+    return answer.removesuffix(".").rstrip(_MARKS) if len(rows) == 1 else answer.removesuffix(".")
 
 
 def _task_and_entry(prompt: Prompt) -> tuple[str, dict[str, Any]]:

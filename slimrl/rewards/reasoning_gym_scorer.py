@@ -14,6 +14,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import reasoning_gym
@@ -57,7 +58,9 @@ def answer(request: list[Any]) -> float:
     return float(score)
 
 
+@cache
 def _scorer(task: str) -> Callable[..., Any]:
+    # This makes the task's data set, which for some tasks reads a file.
     scorer: Callable[..., Any] = reasoning_gym.get_score_answer_fn(task)
     if task in EVALUATING:
         # A module's own name comes before Python's.
