@@ -26,6 +26,13 @@ def shape_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
             trajectory.rewards[OVERLONG] = penalty
 
 
+def unpenalized_reward(trajectory: Trajectory, settings: OverlongConfig) -> float:
+    """The reward of a shaped trajectory before the penalty for its length, up to an error of rounding."""
+    if settings.max_tokens is None:
+        return trajectory.reward
+    return trajectory.reward - trajectory.rewards[OVERLONG]
+
+
 def apply_truncation_rule(trajectories: Sequence[Trajectory], rule: TruncationMode) -> None:
     """Under the rule `zero`, set positive rewards of truncated and aborted trajectories and of their turns to 0.
 

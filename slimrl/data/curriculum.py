@@ -16,6 +16,9 @@ from slimrl.config.schema.data import CurriculumConfig
 from slimrl.data.mixture import Mixture
 from slimrl.data.trajectory import Prompt
 
+_ROUNDING = 1e-9
+"""Error of a reward from which a penalty was taken away again"""
+
 
 class Curriculum(Mixture[Prompt]):
     """Its state is that of a Mixture, and the level and the last success rates of each ladder."""
@@ -49,14 +52,15 @@ class Curriculum(Mixture[Prompt]):
         """Count a group that has ended.
 
         Args:
-            rewards: of its trajectories that did not fail; without one the group does not count.
+            rewards: of its trajectories that did not fail, before penalties for their length; without one the group
+                does not count.
         """
         name = self._files_of[prompt_id]
         ladder = self._ladder_of.get(name)
         if ladder is None or not rewards or name != self._settings.levels[ladder][self._level[ladder]]:
             return
         rates = self._rates[ladder]
-        rates.append(sum(reward >= self._pass_reward for reward in rewards) / len(rewards))
+        rates.append(sum(reward >= self._pass_reward - _ROUNDING for reward in rewards) / len(rewards))
         is_last = self._level[ladder] + 1 == len(self._settings.levels[ladder])
         if not is_last and len(rates) == rates.maxlen and sum(rates) / len(rates) >= self._settings.raise_at:
             self._level[ladder] += 1
@@ -73,15 +77,16 @@ class Curriculum(Mixture[Prompt]):
     def state(self) -> dict[str, Any]:
         """State for `restore`."""
         ladders = {
-            ladder: {"level": level, "rates": list(self._rates[ladder])} for ladder, level in self._level.items()
+            ladder: {"files": self._settings.levels[ladder][: level + 1], "rates": list(self._rates[ladder])}
+            for ladder, level in self._level.items()
         }
         return {**super().state(), "ladders": ladders}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Other settings than the files of the ladders may have changed since.
+        """Continue from `state`. Settings may have changed since, and the order of levels that have not begun.
 
         Raises:
-            ValueError: as Mixture.restore; the state has other ladders, or one at a level that there is not now.
+            ValueError: as Mixture.restore; the state has other ladders, or one has begun with other files than now.
         """
         super().restore(state)
         ladders = state.get("ladders", {})
@@ -91,9 +96,13 @@ class Curriculum(Mixture[Prompt]):
                 f"the saved levels are of {before}, but data.curriculum.levels has {', '.join(self._level)}"
             )
         for ladder, saved in ladders.items():
-            if saved["level"] >= len(self._settings.levels[ladder]):
-                raise ValueError(f"data.curriculum.levels.{ladder} has no level {saved['level']}, at which the run was")
-            self._level[ladder] = saved["level"]
+            begun = saved["files"]
+            if self._settings.levels[ladder][: len(begun)] != begun:
+                raise ValueError(
+                    f"data.curriculum.levels.{ladder} must begin with the levels that the run has begun: "
+                    f"{', '.join(begun)}. It has {', '.join(self._settings.levels[ladder])}; only later ones may change"
+                )
+            self._level[ladder] = len(begun) - 1
             self._rates[ladder] = self._window(saved["rates"])
         self._weigh()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from slimrl.algorithms.advantages import groups_of
 from slimrl.algorithms.prompt_values import PromptValues
+from slimrl.algorithms.shaping import unpenalized_reward
 from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
@@ -25,6 +26,7 @@ class PromptSource:
             tried: results of prompts so far, see PromptValues; changed by `count`.
         """
         self._seed, self._data, self._prompts = recipe.seed, data, prompts
+        self._overlong = recipe.algorithm.overlong
         settings = recipe.algorithm.dynamic_sampling
         self._values = PromptValues(settings, tried) if settings.refill is RefillMode.value else None
 
@@ -45,15 +47,18 @@ class PromptSource:
         return [others[i] for i in self._values.draw([prompt.prompt_id for prompt in others], count, seed)]
 
     def count(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the results of a step's prompts, where values choose any or there is a curriculum."""
+        """Count the shaped results of a step's prompts, where values choose any or there is a curriculum.
+
+        A level is solved by right answers, however long: the penalty of `algorithm.overlong` does not count there.
+        """
         scored = [t for t in trajectories if t.status is not Status.failed]
         groups = groups_of([t.group_id for t in scored])
         rewards = {name: [scored[i].reward for i in members] for name, members in groups.items()}
         if self._values is not None:
             self._values.update(rewards)
         if isinstance(self._data, Curriculum):
-            for prompt_id, own in rewards.items():
-                self._data.count(prompt_id, own)
+            for prompt_id, members in groups.items():
+                self._data.count(prompt_id, [unpenalized_reward(scored[i], self._overlong) for i in members])
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the curriculum, if there is one."""

@@ -117,12 +117,25 @@ def test_a_state_of_other_levels_is_refused():
         for _ in range(3):
             data.count(name, [1.0])
     state = data.state()
-    with pytest.raises(ValueError, match=r"levels\.sum has no level 2"):
+    with pytest.raises(ValueError, match=r"levels\.sum must begin with the levels .* begun: train, sum_1, sum_2\. It"):
         curriculum(levels={**LEVELS, "sum": ["train", "sum_1"]}).restore(state)
+    with pytest.raises(ValueError, match=r"It has train, sum_2, sum_1; only later ones may change"):
+        curriculum(levels={**LEVELS, "sum": ["train", "sum_2", "sum_1"]}).restore(state)
     with pytest.raises(ValueError, match="the saved levels are of sum, gcd"):
         curriculum(levels={"sum": LEVELS["sum"]}).restore(state)
     with pytest.raises(ValueError, match=r"the saved levels are of a run without data\.curriculum"):
         data.restore({"files": state["files"]})
+
+
+def test_levels_that_have_not_begun_may_change_their_order():
+    data = curriculum()
+    state = json.loads(json.dumps(data.state()))
+    other = curriculum(levels={**LEVELS, "sum": ["train", "sum_2", "sum_1"]})
+    other.restore(state)
+    for _ in range(3):
+        other.count("train:0", [1.0])
+    assert shares(other)["sum_2"] > 0
+    assert shares(other)["sum_1"] == 0
 
 
 def recipe_of(**rollout) -> Recipe:
@@ -185,6 +198,21 @@ def test_a_run_that_goes_on_after_a_step_asks_for_the_same_prompts(tmp_path):
                     service = service_of(tmp_path, recipe, stage, state)
         asked.append(of_run)
     assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("penalty", [0.014, 0.3, 0.7])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_right_answer_solves_a_level_however_long_it_is(tmp_path, mode, penalty):
+    recipe = recipe_of(mode=RolloutMode(mode))
+    recipe.algorithm.overlong.max_tokens, recipe.algorithm.overlong.buffer_tokens = 1, 1
+    recipe.algorithm.overlong.penalty = penalty
+    with InstantStage(lambda prompt, name: 1.0) as stage:
+        service = service_of(tmp_path, recipe, stage, RunState())
+        batches = [service.take(stage.check)]
+        service.advance(0)  # the stage samples with version 0
+        batches.append(service.take(stage.check))
+        assert all(t.reward == pytest.approx(1 - penalty) for batch in batches for t in batch.sampled)
+        assert batches[-1].metrics["data/level/sum"] >= 1
 
 
 def test_groups_that_are_solved_whole_count_though_they_are_replaced(tmp_path):
