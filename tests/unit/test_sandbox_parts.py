@@ -4,6 +4,7 @@ import asyncio
 import errno
 import fcntl
 import mmap
+import os
 import socket
 import struct
 import subprocess
@@ -266,3 +267,13 @@ def test_an_unshare_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(user_namespace, "START_S", 0.1)
     with pytest.raises(SandboxError, match=r"unshare made no user namespace within 0\.1 s"):
         user_namespace.open_user_namespace()
+    # Also where its pipe's number is beyond what `select` takes.
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] < 1024:
+            taken.append(os.dup(taken[0]))
+        with pytest.raises(SandboxError, match=r"unshare made no user namespace within 0\.1 s"):
+            user_namespace.open_user_namespace()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)

@@ -34,7 +34,10 @@ def open_user_namespace() -> int:
         raise SandboxError(f"cannot start unshare, install util-linux: {error}") from error
     try:
         assert holder.stdout is not None
-        if not select.select([holder.stdout], [], [], START_S)[0]:
+        # `select.select` takes no descriptors from 1024 on.
+        poll = select.poll()
+        poll.register(holder.stdout, select.POLLIN)
+        if not poll.poll(1000 * START_S):
             raise SandboxError(f"unshare made no user namespace within {START_S:g} s")
         if not holder.stdout.readline():
             raise SandboxError("the kernel does not allow a user namespace (docs/gateway.md#sandbox)")
