@@ -19,11 +19,11 @@ from slimrl.config.hints import unknown_text
 from slimrl.config.interpolation import FromEnvironment, resolve_entries
 from slimrl.config.keys import (
     EXTENDS,
-    FREE_SECTIONS,
     NAMED_SECTIONS,
     PASSTHROUGH,
     flatten,
     is_known,
+    is_named_in_data,
     is_section,
     keys_with_choice,
     type_of,
@@ -227,19 +227,13 @@ def _without_removed(entries: Sequence[Entry], problems: list[Problem]) -> list[
 
 def _drop_nulls(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
     """Remove entries of the sections of `data` whose last value is null; each must have been given before that."""
-    given = {entry.key: entry for entry in entries if _is_named(entry.key) and entry.value is not None}
-    for key in [key for key, entry in known.items() if _is_named(key) and entry.value is None]:
+    given = {entry.key: entry for entry in entries if is_named_in_data(entry.key) and entry.value is not None}
+    for key in [key for key, entry in known.items() if is_named_in_data(key) and entry.value is None]:
         dropped = known.pop(key)
         if key not in given:
             what = "set" if key.startswith("data.eval.") else "entry"
             reason = f"null leaves out an inherited {what}, and none has this name."
             problems.append(dropped.problem(reason + suggestion(key, given)))
-
-
-def _is_named(key: str) -> bool:
-    """Whether a recipe chose the last part of the key, in a section of `data`."""
-    section = key.rpartition(".")[0]
-    return section in FREE_SECTIONS and section.startswith("data.")
 
 
 def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems: list[Problem]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import yaml
 
 from slimrl.config.elsewhere import is_section_elsewhere
-from slimrl.config.keys import EXTENDS, is_known, is_section
+from slimrl.config.keys import EXTENDS, is_known, is_removable, is_section
 from slimrl.config.problems import Problem
 
 
@@ -255,7 +255,9 @@ def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Iterato
         key, equals, text = override.partition("=")
         key = key.strip()
         if key.startswith("~"):
-            message = "the ~ is Hydra's. No setting is removed; give it another value."
+            plain = key.lstrip("~")
+            instead = f"{plain}=null removes it" if is_removable(plain) else "give the setting another value"
+            message = f"the ~ is Hydra's: {instead}."
             problems.append(Problem(where=COMMAND_LINE, key=key, message=message))
             continue
         if key.startswith("+"):

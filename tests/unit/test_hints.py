@@ -249,7 +249,9 @@ def test_a_setting_in_hydras_manner_is_told_how_it_is_written_here():
         "+algorithm.adv_estimator",
         "algorithm.adv_estimator",
     ]
-    assert messages(["~steps"]) == [("~steps", "the ~ is Hydra's. No setting is removed; give it another value.")]
+    assert messages(["~steps"]) == [("~steps", "the ~ is Hydra's: give the setting another value.")]
+    for key in ("data.eval.heldout", "reward.parts.exact", "data.weights.train"):
+        assert messages([f"~{key}"]) == [(f"~{key}", f"the ~ is Hydra's: {key}=null removes it.")]
     assert messages(["+=3"])[-1] == ("+=3", "an override is written key=value.")
 
 
