@@ -28,6 +28,8 @@ EVALUATING = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 """Tasks whose scorer gives the answer to `eval`, where a list in Python's form is right too"""
 SYMBOLIC = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 """Tasks whose scorer gives the answer to sympy"""
+ARITHMETIC = {"countdown", "puzzle24"}
+"""Of these, those of given numbers, where a letter could be a further one: sympy knows E and pi"""
 _FUNCTIONS = {"pi", "exp", "log", "ln", "sqrt", "abs", "Abs", "erf"} | {
     f"{inverse}{name}{hyperbolic}"
     for name in ("sin", "cos", "tan", "cot", "sec", "csc")
@@ -35,6 +37,7 @@ _FUNCTIONS = {"pi", "exp", "log", "ln", "sqrt", "abs", "Abs", "erf"} | {
     for hyperbolic in ("", "h")
 }
 _NAME = re.compile(r"[^\W\d]\w*")
+_ARITHMETIC = re.compile(r"[0-9\s.+\-*/()]*")
 _FORMULA = re.compile(r"[\w\s.,+\-*/^()=]*")
 
 
@@ -46,6 +49,8 @@ def answer(request: list[Any]) -> float:
     """
     task, entry, text = request
     scorer = _scorer(task)
+    if task in ARITHMETIC and not _ARITHMETIC.fullmatch(text):
+        return 0.0
     if task in SYMBOLIC and not _is_formula(text):
         return 0.0
     if task in BOARDS:

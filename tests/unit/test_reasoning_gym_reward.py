@@ -1,6 +1,7 @@
 """The reward of tasks of reasoning-gym against the library itself, scored in this process."""
 
 import json
+from functools import cache
 
 import pytest
 from slimrl_tools.prepare.reasoning_gym import REFUSED
@@ -31,8 +32,9 @@ def here(monkeypatch):
     monkeypatch.setattr(LimitedProcesses, "ask", lambda self, request: reasoning_gym_scorer.answer(request))
 
 
-def entry_of(task: str, **settings):
-    return reasoning_gym.create_dataset(task, seed=5, size=2, **settings)[1]
+@cache
+def entry_of(task: str):
+    return reasoning_gym.create_dataset(task, seed=5, size=2)[1]
 
 
 def prompt_of(task: str, entry) -> Prompt:
@@ -104,6 +106,17 @@ def test_formulas_of_mathematics_are_no_code():
     assert ReasoningGym(answer_in="text")(said(entry["answer"]), prompt_of("simple_integration", entry)) == 1
     assert reasoning_gym_scorer._is_formula("-3*x**2/2 + sin(x)*exp(-x) + C")
     assert not reasoning_gym_scorer._is_formula("getattr(x, y)")
+
+
+@pytest.mark.parametrize(
+    ("task", "letters", "plain"),
+    [("countdown", "(7 + 2*2)*pi/pi", "(7 + 2*2)"), ("puzzle24", "2*2*2*3*exp(0)", "2*2*2*3")],
+)
+def test_a_sum_of_given_numbers_has_no_others_by_a_letter(task, letters, plain):
+    entry = {"answer": plain, "metadata": {"numbers": [7, 2, 2], "target": 11}}
+    prompt = prompt_of(task, entry)
+    assert ReasoningGym(answer_in="text")(said(plain), prompt) == 1
+    assert ReasoningGym(answer_in="text")(said(letters), prompt) == 0
 
 
 @pytest.mark.parametrize(
