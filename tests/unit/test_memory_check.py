@@ -124,9 +124,9 @@ def test_engines_in_float32_hold_large_matrices_twice(monkeypatch, tied):
         "head_dim": 64,
         "tie_word_embeddings": tied,
     }
-    # Matrices of queries, outputs and the MLP in two layers, and the head; those of keys and values are small.
-    large = 2 * (2 * 1024 * 1024 + 3 * 1024 * 2048) + 1000 * 1024
-    small = 2 * (2 * 128 * 1024 + 2 * 1024) + 1024 + (0 if tied else 1000 * 1024)
+    # Matrices of attention and the MLP in two layers, and the head. Those of keys and values would be small alone.
+    large = 2 * (2 * 1024 * 1024 + 2 * 128 * 1024 + 3 * 1024 * 2048) + 1000 * 1024
+    small = 2 * 2 * 1024 + 1024 + (0 if tied else 1000 * 1024)
     monkeypatch.setitem(globals(), "MODEL", wide)
     # Of a token 2 layers x keys and values of 128 columns; the smallest cache.
     cache = 16384 * 2 * 2 * 128
@@ -135,6 +135,14 @@ def test_engines_in_float32_hold_large_matrices_twice(monkeypatch, tied):
         needed = elements * precision.element_bytes / GIB / 0.95
         assert problems(monkeypatch, recipe, gib=1.001 * needed, command="eval") == []
         assert len(problems(monkeypatch, recipe, gib=0.999 * needed, command="eval")) == 1
+
+
+def test_what_is_packed_of_a_model_is_what_its_engine_was_measured_to_pack():
+    smollm2 = {
+        **MODEL, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+    }  # fmt: skip
+    assert 4 * memory_check._packed(recipe_of(), smollm2) / 1024**2 == pytest.approx(513, abs=0.5)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ setting was too large. What is counted here is taken for certain, so that nothin
 caches, gradients, the optimizer's state and the processes themselves. Activations come on top.
 """
 
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ UPDATING = ("train", "sft", "train --trajectories")
 
 RAYS_SHARE = 0.95
 """Fraction of the memory above which Ray ends processes, by default."""
+
+
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""Matrices of which SGLang makes one, and its name"""
 
 
 def memory_problems(loaded: LoadedRecipe) -> list[Problem]:
@@ -83,9 +92,11 @@ def _packed(recipe: Recipe, hf_config: dict[str, Any]) -> int:
     """Elements of an engine's weights that it has in oneDNN's layout too (engines/plugin/cpu/packed_linear.py)."""
     if recipe.trainer.precision is not Precision.fp32:
         return 0
-    sizes = {
-        spec.name: prod(spec.shape) for spec in family_of(hf_config).hf_tensor_specs(hf_config) if len(spec.shape) == 2
-    }
+    sizes = Counter[str]()
+    for spec in family_of(hf_config).hf_tensor_specs(hf_config):
+        if len(spec.shape) == 2:
+            *path, layer, kind = spec.name.split(".")
+            sizes[".".join((*path, _FUSED.get(layer, layer), kind))] += prod(spec.shape)
     if "lm_head.weight" in sizes:
         sizes.pop("model.embed_tokens.weight", None)
     # Experts have products of their own, and latent attention takes kv_b_proj apart.
