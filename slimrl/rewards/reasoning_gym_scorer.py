@@ -29,7 +29,7 @@ EVALUATING = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 SYMBOLIC = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 """Tasks whose scorer gives the answer to sympy"""
 ARITHMETIC = {"countdown", "puzzle24"}
-"""Of these, those of given numbers, where a letter could be a further one: sympy knows E and pi"""
+"""Tasks among these with given numbers, where a letter could be a further one: sympy knows E and pi"""
 _FUNCTIONS = {"pi", "exp", "log", "ln", "sqrt", "abs", "Abs", "erf"} | {
     f"{inverse}{name}{hyperbolic}"
     for name in ("sin", "cos", "tan", "cot", "sec", "csc")

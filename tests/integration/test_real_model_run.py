@@ -19,7 +19,7 @@ STEPS = 20
 RUN_S, QUANTIZE_S = 1000.0, 180.0
 TOOLS = (sys.executable, "-m", "slimrl_tools.cli")
 LIMITS = {"fp32": 2e-5, "bf16": 0.1, "block_fp8": 0.3}
-"""Of `mismatch/logprob_abs_mean`, in nats, by what engines compute in: twice the largest of 20 measured steps"""
+"""Limits of `mismatch/logprob_abs_mean`, in nats, by what engines compute in: at least twice the largest of 20 steps"""
 
 
 @pytest.fixture(scope="module")
