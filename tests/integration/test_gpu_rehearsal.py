@@ -18,7 +18,7 @@ RECIPES = ROOT / "recipes"
 NAMES = sorted(
     str(path.relative_to(RECIPES).with_suffix(""))
     for path in RECIPES.glob("*/*.yaml")
-    if path.parent.name not in ("base", "tiny_moe")
+    if path.parent.name not in ("base", "tiny_moe", "smollm2")
 )
 """Those for GPUs"""
 
