@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from children_memory import ChildrenMemory
+from children_memory import INTERVAL_S, children_bytes
 from race_agents import after_cold_start, write_data
 from rounds import Race
 from sides import NUM_RANKS, Steps
@@ -16,6 +16,7 @@ from slimrl_tools.toy.toy_tokenizer import CHAT_TEMPLATE
 from step import SAMPLES
 
 from slimrl.base.atomic import atomic_folder
+from slimrl.observability.memory import PeakWatch
 
 QUESTIONS = (
     "What is 17 + 25? Answer with the number alone.",
@@ -79,12 +80,12 @@ class WatchedRace(Race):
     `sequence_tokens` that TRL's have."""
 
     def run_trl(self, python: Path, repeats: int, changes: Sequence[str]) -> Steps:
-        with ChildrenMemory() as memory:
+        with PeakWatch(children_bytes, INTERVAL_S) as memory:
             steps = super().run_trl(python, repeats, changes)
         return [{**step, "peak_bytes": memory.peak_bytes} for step in steps]
 
     def run_slimrl(self, repeats: int, changes: Sequence[str]) -> Steps:
-        with ChildrenMemory() as memory:
+        with PeakWatch(children_bytes, INTERVAL_S) as memory:
             steps = super().run_slimrl(repeats, changes)
         return [
             {

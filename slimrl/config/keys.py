@@ -69,15 +69,10 @@ def schema_key(key: str) -> str:
     return key
 
 
-def is_named_in_data(key: str) -> bool:
-    """Whether a recipe chose the last part of the key, in a section of `data`."""
-    section = key.rpartition(".")[0]
-    return section in FREE_SECTIONS and section.startswith("data.")
-
-
 def is_removable(key: str) -> bool:
     """Whether null as a key's value removes what another recipe gave there."""
-    return is_named_in_data(key) or key.rpartition(".")[0] in NAMED_SECTIONS
+    section = key.rpartition(".")[0]
+    return section in NAMED_SECTIONS or (section in FREE_SECTIONS and section.startswith("data."))
 
 
 def is_section(key: str) -> bool:

@@ -19,11 +19,10 @@ from slimrl.config.hints import unknown_text
 from slimrl.config.interpolation import FromEnvironment, resolve_entries
 from slimrl.config.keys import (
     EXTENDS,
-    NAMED_SECTIONS,
     PASSTHROUGH,
     flatten,
     is_known,
-    is_named_in_data,
+    is_removable,
     is_section,
     keys_with_choice,
     type_of,
@@ -135,7 +134,6 @@ def read_recipe(
     unknown: list[Problem] = []
     given = {entry.key: entry for entry in entries if _check_key(entry, broken, unknown)}
     readable = not any(p.key in ("", EXTENDS) or p.message.endswith(f"mean {EXTENDS}?") for p in (*broken, *unknown))
-    _drop_nulls(given, entries, broken)
     values, environment = resolve_entries(given, broken)
     values = {**_algorithm_settings(given, values), **values}
     refused = _check_passthrough(given, values, unknown)
@@ -208,32 +206,23 @@ def _algorithm_settings(known: dict[str, Entry], values: dict[str, Any]) -> dict
 
 
 def _without_removed(entries: Sequence[Entry], problems: list[Problem]) -> list[Entry]:
-    """The entries without those that a later null removes, such as all of a reward's part for
-    `reward.parts.NAME: null`."""
+    """The entries without those that a later null removes: `data.eval.NAME: null`, or `reward.parts.NAME: null`, which
+    takes all keys of the part."""
     kept: list[Entry] = []
     for entry in entries:
-        section = entry.key.rpartition(".")[0]
-        if entry.value is not None or section not in NAMED_SECTIONS:
+        if entry.value is not None or not is_removable(entry.key):
             kept.append(entry)
             continue
-        left = [one for one in kept if not one.key.startswith(f"{entry.key}.")]
+        left = [one for one in kept if not f"{one.key}.".startswith(f"{entry.key}.")]
         if len(left) == len(kept):
-            names = [".".join(one.key.split(".")[:3]) for one in kept if one.key.startswith(f"{section}.")]
-            reason = "null leaves out an inherited entry, and none has this name."
+            section, *_ = entry.key.rpartition(".")
+            depth = entry.key.count(".") + 1
+            names = [".".join(one.key.split(".")[:depth]) for one in kept if one.key.startswith(f"{section}.")]
+            what = "set" if section == "data.eval" else "entry"
+            reason = f"null leaves out an inherited {what}, and none has this name."
             problems.append(entry.problem(reason + suggestion(entry.key, names)))
         kept = left
     return kept
-
-
-def _drop_nulls(known: dict[str, Entry], entries: Sequence[Entry], problems: list[Problem]) -> None:
-    """Remove entries of the sections of `data` whose last value is null; each must have been given before that."""
-    given = {entry.key: entry for entry in entries if is_named_in_data(entry.key) and entry.value is not None}
-    for key in [key for key, entry in known.items() if is_named_in_data(key) and entry.value is None]:
-        dropped = known.pop(key)
-        if key not in given:
-            what = "set" if key.startswith("data.eval.") else "entry"
-            reason = f"null leaves out an inherited {what}, and none has this name."
-            problems.append(dropped.problem(reason + suggestion(key, given)))
 
 
 def _check_passthrough(known: dict[str, Entry], values: dict[str, Any], problems: list[Problem]) -> list[str]:

@@ -2,10 +2,11 @@
 
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import psutil
 
@@ -15,26 +16,18 @@ SHARED_MEMORY_DIR = Path("/dev/shm")
 INTERVAL_S = 0.01
 
 
-class MemoryWatch:
-    """Samples the anonymous memory of processes and their files in /dev/shm, in a thread.
+class PeakWatch:
+    """Samples a size in a thread, every `interval_s` seconds and when its block begins and ends. A context manager."""
 
-    The files are `slimrl-<anything>-<pid>-<number>`, counted once, for the process that created them.
-    A context manager; the baseline is the memory when the block begins.
-    """
-
-    def __init__(self, pids: Collection[int]) -> None:
-        self._pids = tuple(pids)
+    def __init__(self, size: Callable[[], int], interval_s: float) -> None:
+        self._size, self._interval_s = size, interval_s
+        self.first_bytes = self.peak_bytes = 0
+        """The size when the block began, and the largest one since then"""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
-        self._baseline = self._peak = 0
 
-    @property
-    def extra_bytes(self) -> int:
-        """The peak above the baseline so far, all processes together."""
-        return self._peak - self._baseline
-
-    def __enter__(self) -> "MemoryWatch":
-        self._baseline = self._peak = self._now()
+    def __enter__(self) -> Self:
+        self.first_bytes = self.peak_bytes = self._size()
         self._thread.start()
         return self
 
@@ -43,14 +36,30 @@ class MemoryWatch:
     ) -> None:
         self._ends.set()
         self._thread.join()
-        self._peak = max(self._peak, self._now())
+        self._look()
 
     def _watch(self) -> None:
-        while not self._ends.wait(INTERVAL_S):
-            self._peak = max(self._peak, self._now())
+        while not self._ends.wait(self._interval_s):
+            self._look()
 
-    def _now(self) -> int:
-        return sum(memory_bytes(pid, "RssAnon") + shared_bytes(pid) for pid in self._pids)
+    def _look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self._size())
+
+
+class MemoryWatch(PeakWatch):
+    """Watches the anonymous memory of processes and their files in /dev/shm.
+
+    The files are `slimrl-<anything>-<pid>-<number>`, counted once, for the process that created them.
+    """
+
+    def __init__(self, pids: Collection[int]) -> None:
+        processes = tuple(pids)
+        super().__init__(lambda: sum(memory_bytes(pid, "RssAnon") + shared_bytes(pid) for pid in processes), INTERVAL_S)
+
+    @property
+    def extra_bytes(self) -> int:
+        """The peak so far above what there was when the block began, all processes together."""
+        return self.peak_bytes - self.first_bytes
 
 
 def memory_bytes(pid: int, field: str) -> int:

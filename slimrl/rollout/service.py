@@ -19,7 +19,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.groups import GROUPS_FILE, Group, read_groups, write_groups
 from slimrl.rollout.prompt_source import PromptSource
 from slimrl.rollout.stage import END_S, RolloutStage
+from slimrl.rollout.step_rollout import StepRollout
 
 POLL_S = 1.0
 """Seconds between two checks that engines are alive and the run goes on, while the driver waits."""
@@ -50,21 +50,6 @@ LOST = ("filtered", "failed", "dropped")
 """Ways in which groups leave that are not trained on"""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class StepRollout:
-    """The trajectories of a step; their rewards are shaped."""
-
-    sampled: list[Trajectory]
-    """The trajectories of the batch; where no group spans steps also those that others replaced, in the order in which
-    the groups began"""
-    selection: Selection
-    """What the learner gets"""
-    metrics: dict[str, float]
-    """Metrics of the refill, or of the groups that span steps"""
-    seconds: float
-    """Duration of the rollout, or time since the last one where groups span steps"""
 
 
 class RolloutService:

@@ -24,9 +24,10 @@ from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.loop_lag import loop_lag_metrics
 from slimrl.rollout.prompt_source import PromptSource
-from slimrl.rollout.service import RolloutService, StepRollout
+from slimrl.rollout.service import RolloutService
 from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_metrics
+from slimrl.rollout.step_rollout import StepRollout
 from slimrl.rollout.task.task import Task
 from slimrl.runtime.background_evaluation import BackgroundEvaluation, Evaluated
 from slimrl.runtime.cluster.engine_group import EngineGroup

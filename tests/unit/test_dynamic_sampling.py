@@ -20,7 +20,8 @@ from slimrl.rollout import service as service_module
 from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.prompt_source import PromptSource
-from slimrl.rollout.service import RolloutService, StepRollout
+from slimrl.rollout.service import RolloutService
+from slimrl.rollout.step_rollout import StepRollout
 
 PROMPTS = [Prompt(prompt_id=f"p{i}", messages=[], label=None) for i in range(12)]
 

@@ -25,7 +25,7 @@ from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.pressure import CachePressure
-from slimrl.rollout.service import StepRollout
+from slimrl.rollout.step_rollout import StepRollout
 from slimrl.runtime import train_run
 from slimrl.runtime.background_evaluation import Evaluated
 from slimrl.runtime.loop import train
