@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slimrl.base.visible import visible
-from slimrl.data.trajectory import Trajectory
+from slimrl.data.trajectory import Prompt, Trajectory
 
 
 def readable(trajectory: Trajectory) -> dict[str, Any]:
@@ -26,13 +26,18 @@ def readable(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def write_samples(path: Path, trajectories: Iterable[Trajectory], limit: int) -> None:
-    """Write the first trajectory of each of the first `limit` groups, one JSON object per line; makes the folder."""
+def write_samples(path: Path, trajectories: Iterable[Trajectory], prompts: Mapping[str, Prompt], limit: int) -> None:
+    """Write the first trajectory of each of the first `limit` groups and its prompt's label, one JSON object per line;
+    makes the folder.
+
+    Args:
+        prompts: the groups' prompts, by their ids.
+    """
     chosen: dict[str, Trajectory] = {}
     for trajectory in trajectories:
         if len(chosen) < limit:
             chosen.setdefault(trajectory.group_id, trajectory)
-    _write(path, chosen.values())
+    _write(path, [readable(one) | {"label": prompts[group].label} for group, one in chosen.items()])
 
 
 def write_failed(path: Path, failed: Sequence[Trajectory], limit: int) -> None:
@@ -41,10 +46,11 @@ def write_failed(path: Path, failed: Sequence[Trajectory], limit: int) -> None:
     for trajectory in failed:
         first.setdefault(str(trajectory.metadata.get("error")), trajectory)
     of_causes = list(first.values())
-    _write(path, [*of_causes, *(one for one in failed if one not in of_causes)][:limit])
+    chosen = [*of_causes, *(one for one in failed if one not in of_causes)][:limit]
+    _write(path, map(readable, chosen))
 
 
-def _write(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    lines = (json.dumps(readable(trajectory), ensure_ascii=False, default=str) for trajectory in trajectories)
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(visible(line) + "\n" for line in lines))

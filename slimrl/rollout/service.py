@@ -137,6 +137,7 @@ class RolloutService:
                 await self._changed.wait()
         except Exception as error:
             self._fault = error
+            self._changed.set()
             raise
 
     async def _begin_round(self, steps: StepAdmission) -> None:
@@ -150,6 +151,7 @@ class RolloutService:
             label = f"step_{step:06d}" + (f"/refill_{refill}" if refill else "")
             self._begin(numbers, prompts, label + "/{:05d}", first=numbers[0])
             self._of_step += [self._groups[number] for number in numbers]
+        self._changed.set()
 
     def _begin(self, numbers: Sequence[int], prompts: Sequence[Prompt], name: str, *, first: int = 0) -> None:
         """Begin groups, whose names are their numbers from `first` on in the form `name`."""
@@ -279,11 +281,13 @@ class RolloutService:
         deadline, steps = time.monotonic() + POLL_S, self._steps
         while not self.admission.is_ready or (steps is not None and self._tasks):
             self._refuse()
+            self._changed.clear()
             if steps is not None and not self._tasks:
                 await self._begin_round(steps)
-            if (left := deadline - time.monotonic()) <= 0:
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+            except TimeoutError:
                 return None
-            await asyncio.sleep(min(left, 0.02))
         self._refuse()
         self._num_ended, self._failed = 0, []
         num_useful = len(self.admission.waiting)
@@ -302,6 +306,7 @@ class RolloutService:
         selections = [self._selection_of(group) for group in taken]
         return StepRollout(
             sampled=[trajectory for group in sampled for trajectory in group.trajectories],
+            prompts={group.prompt.prompt_id: group.prompt for group in sampled},
             selection=joined(selections),
             metrics=metrics,
             seconds=0.0,

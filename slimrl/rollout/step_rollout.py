@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slimrl.algorithms.selection import Selection
-from slimrl.data.trajectory import Trajectory
+from slimrl.data.trajectory import Prompt, Trajectory
 
 
 @dataclass(kw_only=True)
@@ -13,6 +13,8 @@ class StepRollout:
     sampled: list[Trajectory]
     """The trajectories of the batch; where no group spans steps also those that others replaced, in the order in which
     the groups began"""
+    prompts: dict[str, Prompt]
+    """Prompts of the trajectories, by their ids"""
     selection: Selection
     """What the learner gets"""
     metrics: dict[str, float]

@@ -138,7 +138,8 @@ class TrainRun(Run):
             step.record(source_metrics(batch.sampled, self._sources))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})
-        write_samples(self.folder.sample_file(step.number), batch.sampled, self.recipe.tracking.trajectories_per_step)
+        limit = self.recipe.tracking.trajectories_per_step
+        write_samples(self.folder.sample_file(step.number), batch.sampled, batch.prompts, limit)
 
     def before_resync(self, step: Step) -> None:
         """Wait for the rollouts if the mode says so, and for a background evaluation if another is due."""

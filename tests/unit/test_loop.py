@@ -151,12 +151,12 @@ def no_figures_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_run, "rollout_metrics", lambda trajectories, seconds: {"rollout/trajectories": 1})
     monkeypatch.setattr(train_run, "teacher_metrics", lambda trajectories, times: {})
     monkeypatch.setattr(train_run, "environment_metrics", lambda trajectories: {})
-    monkeypatch.setattr(train_run, "write_samples", lambda path, trajectories, limit: None)
+    monkeypatch.setattr(train_run, "write_samples", lambda path, trajectories, prompts, limit: None)
     monkeypatch.setattr(train_run, "write_curve", lambda files, path, *, title: path.touch())
 
 
 def batch_of(**metrics: float) -> StepRollout:
-    return StepRollout(sampled=["a trajectory"], selection="a selection", metrics=metrics, seconds=0.002)  # type: ignore[arg-type, list-item]
+    return StepRollout(sampled=["a trajectory"], prompts={}, selection="a selection", metrics=metrics, seconds=0.002)  # type: ignore[arg-type, list-item]
 
 
 class InSteps:
@@ -472,7 +472,7 @@ def test_what_a_rollout_earned_is_measured_and_sampled_as_the_recipe_says(tmp_pa
     recipe.tracking.trajectories_per_step = 3
     folder = play(recipe, Stages(), tmp_path)
     batch = ["a trajectory"]
-    assert seen == [("figures", batch, 0.002), ("samples", folder.sample_file(1), batch, 3)]
+    assert seen == [("figures", batch, 0.002), ("samples", folder.sample_file(1), batch, {}, 3)]
     assert lines(folder)[1]["rollout/tokens"] == 5
 
 

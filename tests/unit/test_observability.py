@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
 from slimrl.observability import logs, provenance, run_folder, samples
 from slimrl.observability import progress as progress_module
 from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric, read_metrics
@@ -212,10 +212,15 @@ def test_runs_that_are_put_aside_keep_their_files_under_names_of_their_own(tmp_p
     open_run_folder(tmp_path, "demo", "")
 
 
+def prompts_of(groups: str) -> dict[str, Prompt]:
+    return {group: Prompt(prompt_id=group, messages=[], label=f"label of {group}") for group in groups}
+
+
 def test_samples_are_one_trajectory_per_group_and_readable(tmp_path):
     write_samples(
         tmp_path / "trajectories" / "s.jsonl",
         [trajectory(group, index) for group in "abc" for index in range(2)],
+        prompts_of("abc"),
         limit=2,
     )
     text = (tmp_path / "trajectories" / "s.jsonl").read_text()
@@ -223,13 +228,14 @@ def test_samples_are_one_trajectory_per_group_and_readable(tmp_path):
     assert [row["trajectory_id"] for row in rows] == ["a/0", "b/0"]
     assert "größer?" in text
     assert rows[0]["reward"] is None
+    assert [row["label"] for row in rows] == ["label of a", "label of b"]
     assert (rows[0]["num_tokens"], rows[0]["num_sampled_tokens"]) == (3, 2)
 
 
 def test_each_line_of_the_samples_is_made_visible_once(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(samples, "visible", lambda text: seen.append(text) or text)
-    write_samples(tmp_path / "s.jsonl", [trajectory(group, 0) for group in "ab"], limit=2)
+    write_samples(tmp_path / "s.jsonl", [trajectory(group, 0) for group in "ab"], prompts_of("ab"), limit=2)
     assert [json.loads(text)["trajectory_id"] for text in seen] == ["a/0", "b/0"]
 
 

@@ -214,6 +214,9 @@ def test_a_layout_fits_where_every_gpu_and_every_host_holds_its_share():
     little = planned(given, Hardware(gpu_memory_gib=(totals[0] + totals[1]) / 2 / GIB))
     names = [problem.partition(":")[0] for problem in little.problems]
     assert names == ["train, stage 1", "an engine's GPU"]
+    parts = little.memory[1].parts
+    largest = max(parts, key=parts.__getitem__)
+    assert little.problems[0].endswith(f", the largest part is {largest} with {parts[largest] / GIB:.1f}")
     assert little.problems[1].startswith("an engine's GPU: 37.0 GiB of ")
     exact = planned(given, Hardware(gpu_memory_gib=37))
     assert exact.fits
@@ -248,12 +251,17 @@ def test_engines_that_span_nodes_or_hold_no_trajectory_do_not_fit():
 def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = None) -> Plan:
     """A plan whose figures are all different."""
     memory = [
-        StageMemory(parts={"weights": 2 * GIB, "logits": 0}, host=3 * host, saving=GIB, phases={"train": 5 * GIB}),
         StageMemory(
-            parts={"weights": 3 * GIB, "logits": GIB},
+            parts={"weights": 2 * GIB, "optimizer": 3 * GIB, "logits": 0},
+            host=3 * host,
+            saving=GIB,
+            held={"train": ("weights", "optimizer", "logits")},
+        ),
+        StageMemory(
+            parts={"weights": 2 * GIB, "optimizer": 4 * GIB, "logits": GIB},
             host=host,
             saving=4 * GIB,
-            phases={"train": 7 * GIB, "save": 6 * GIB},
+            held={"train": ("weights", "optimizer", "logits"), "save": ("weights", "optimizer")},
         ),
     ]
     work = Work(
@@ -288,7 +296,8 @@ def test_a_plan_as_json_has_the_worst_stage_in_gib_and_a_step_that_adds_up():
         "per_stage": [10**8, 2 * 10**8],
     }  # fmt: skip
     assert memory == {
-        "weights": 3.0, "logits": 1.0, "engine_weights": 2.0, "kv_cache": 30.0, "total": 9.0, "limit": 80.0,
+        "weights": 2.0, "optimizer": 4.0, "logits": 1.0, "engine_weights": 2.0, "kv_cache": 30.0, "total": 9.0,
+        "limit": 80.0,
         # Four ranks on a node, were all of the stage that keeps most on the host, and the save of two stages.
         "host": 10.0, "save_of_node": 8.0, "host_of_node": 4 * 30.0 + 8.0,
         "stage": 1, "phases": {"train": 7.0, "save": 6.0}, "engine_gpu": 9.0,

@@ -13,7 +13,7 @@ from slimrl_tools.exit_codes import exit_codes as tools_exit_codes
 from slimrl.base.visible import visible
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.data.preview import Preview, PreviewToken
-from slimrl.data.trajectory import Status, Trajectory
+from slimrl.data.trajectory import Prompt, Status, Trajectory
 from slimrl.observability.chat_preview import as_json, print_preview
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
@@ -96,7 +96,9 @@ def test_logs_and_samples_are_harmless(tmp_path: Path):
     trajectory = Trajectory(
         group_id="g", trajectory_id="t", segments=[], status=Status.failed, metadata={"error": HOSTILE}
     )
-    write_samples(tmp_path / "samples" / "s.jsonl", [trajectory], 1)
+    write_samples(
+        tmp_path / "samples" / "s.jsonl", [trajectory], {"g": Prompt(prompt_id="g", messages=[], label=None)}, 1
+    )
     line = (tmp_path / "samples" / "s.jsonl").read_text()
     assert_harmless(line)
     assert json.loads(line)["metadata"]["error"] == HOSTILE

@@ -135,14 +135,17 @@ def _problems(
     facts: Facts, recipe: Recipe, memory: list[StageMemory], engine_gpu: int | None, hardware: Hardware
 ) -> list[str]:
     limit = round(hardware.gpu_memory_gib * GIB)
-    held = {f"{phase}, stage {i}": n for i, stage in enumerate(memory) for phase, n in stage.phases.items()}
-    if engine_gpu is not None:
-        held["an engine's GPU"] = engine_gpu
-    problems = [
-        f"{name}: {nbytes / GIB:.1f} GiB of {hardware.gpu_memory_gib:g}"
-        for name, nbytes in held.items()
-        if nbytes > limit
-    ]
+    problems = []
+    for index, stage in enumerate(memory):
+        for phase, nbytes in stage.phases.items():
+            if nbytes > limit:
+                part = stage.largest(phase)
+                most = f"the largest part is {part} with {stage.parts[part] / GIB:.1f}"
+                problems.append(
+                    f"{phase}, stage {index}: {nbytes / GIB:.1f} GiB of {hardware.gpu_memory_gib:g}, {most}"
+                )
+    if engine_gpu is not None and engine_gpu > limit:
+        problems.append(f"an engine's GPU: {engine_gpu / GIB:.1f} GiB of {hardware.gpu_memory_gib:g}")
     host = host_bytes_per_node(recipe, memory, hardware)
     if host > hardware.host_memory_gib * GIB:
         problems.append(f"host memory of a node: {host / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}")

@@ -57,12 +57,21 @@ class StageMemory:
     """Bytes of host memory: an offloaded optimizer, what a colocated trainer releases, the reference's weights"""
     saving: int
     """Bytes of host memory that a save takes in addition, of all ranks of the stage on a node"""
-    phases: dict[str, int]
-    """Bytes of each phase"""
+    held: dict[str, tuple[str, ...]]
+    """Names of the parts that are held at the peak of each phase"""
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes of each phase."""
+        return {phase: sum(map(self.parts.__getitem__, names)) for phase, names in self.held.items()}
 
     @property
     def total(self) -> int:
         return max(self.phases.values())
+
+    def largest(self, phase: str) -> str:
+        """Name of the largest part in a phase."""
+        return max(self.held[phase], key=self.parts.__getitem__)
 
 
 def engine_gpu_bytes(facts: Facts, recipe: Recipe, hardware: Hardware) -> int | None:
@@ -129,5 +138,5 @@ def stage_memory(
         + (state.weights + state.optimizer if colocated else 0)
         + (state.weights if needs_reference(recipe) and not recipe.trainer.lora.rank else 0),
         saving=node_save_bytes(stage, trainer, hardware.gpus_per_node, adapters),
-        phases={phase: max(sum(parts[part] for part in held) for held in sets) for phase, sets in phases.items()},
+        held={phase: max(sets, key=lambda names: sum(parts[name] for name in names)) for phase, sets in phases.items()},
     )
