@@ -33,6 +33,8 @@ class LocalBatch(LossBatch):
     tokens_T: Tensor
     targets_T: Tensor
     padding_T: Tensor
+    counted_R: Tensor
+    """int64, positions among the T of the tokens whose targets count; one of any token if none does"""
     position_ids_T: Tensor
     index_T: Tensor
     """int64, position of each token in the whole micro-batch"""
@@ -77,6 +79,7 @@ def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0)
     def per_trajectory(values: np.ndarray) -> Tensor:
         return torch.tensor(values, device=target)
 
+    counted = np.flatnonzero(np.take(batch.mask, index_T.numpy()))
     mtp: MtpTargets | None = None
     if mtp_layers:
         tokens_DT, targets_DT, mask_DT = (per_token(values_DT.T).T for values_DT in mtp_targets(batch, mtp_layers))
@@ -86,6 +89,7 @@ def shard_context(batch: MicroBatch, context_group: Any, *, mtp_layers: int = 0)
         targets_T=per_token(batch.targets),
         mask_T=per_token(batch.mask),
         padding_T=per_token(batch.padding),
+        counted_R=torch.from_numpy(counted if len(counted) else np.zeros(1, np.int64)).to(target),
         position_ids_T=per_token(batch.position_ids),
         trajectory_ids_T=per_token(batch.trajectory_ids),
         rollout_logprobs_T=per_token(batch.rollout_logprobs),

@@ -26,6 +26,7 @@ from slimrl.trainer.build import unwrap
 from slimrl.trainer.local_batch import LocalBatch, gather_context, shard_context
 from slimrl.trainer.mtp import MtpLoss
 from slimrl.trainer.optimizer import Optimizer
+from slimrl.trainer.output_rows import only_rows, spread
 from slimrl.trainer.routers import RouterStats, RoutingRecord
 from slimrl.trainer.routing_replay import RoutingReplay
 from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
@@ -74,6 +75,8 @@ class MicroBatchRunner:
             if replays_routing:
                 self.routing_replay = RoutingReplay(chunks, pieces, layout.tensor_rank)
         self.output_options = output_options(chunks[-1])
+        self.defers_output_gradient = config.defer_embedding_wgrad_compute
+        """Whether Megatron computes the output layer's gradient after the pipeline, from inputs of one size"""
         self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
 
     @property
@@ -89,7 +92,8 @@ class MicroBatchRunner:
         routing: bool = False,
         record_replay: bool = False,
     ) -> list[LogProbs] | None:
-        """Log-probs of the targets and entropies, without gradient and without dropout; every rank calls it.
+        """Log-probs of the targets that count and their entropies, else 0, without gradient and without dropout; every
+        rank calls it.
 
         Args:
             routing: also report the experts of each token, if the model has any.
@@ -236,10 +240,13 @@ class MicroBatchRunner:
         """Megatron's forward step: the model's output, and the function that the last stage applies to it."""
         batch = next(batches)
         mtp_options = {} if batch.mtp is None else {"output_processor_context": batch.mtp.tokens_DT}
-        with ExitStack() as routers:
-            routers.enter_context(self.router_stats.observe(batch.padding_T))
+        rows_R = self._rows(batch) if model is self.chunks[-1] else None
+        with ExitStack() as stack:
+            stack.enter_context(self.router_stats.observe(batch.padding_T))
             if self.routing_replay is not None:
-                routers.enter_context(self.routing_replay.replay(batch.replay_experts_TLK, batch.padding_T))
+                stack.enter_context(self.routing_replay.replay(batch.replay_experts_TLK, batch.padding_T))
+            if rows_R is not None:
+                stack.enter_context(only_rows(unwrap(model).output_layer, rows_R))
             output = model(
                 batch.tokens_T[None],
                 batch.position_ids_T[None],
@@ -255,6 +262,9 @@ class MicroBatchRunner:
 
         def finish(output: Any, non_loss_data: bool = False) -> Any:
             # squeeze, since the backward of [0] allocates a second gradient of all logits.
+            if rows_R is not None:
+                of_rows = logprobs_of(output.squeeze(0), batch.targets_T[rows_R])
+                return collect(*(spread(values_R, rows_R, len(batch.targets_T)) for values_R in of_rows), batch)
             if batch.mtp is None:
                 return collect(*logprobs_of(output.squeeze(0), batch.targets_T), batch)
             assert self.mtp is not None
@@ -266,6 +276,12 @@ class MicroBatchRunner:
             )
 
         return output, finish
+
+    def _rows(self, batch: LocalBatch) -> Tensor | None:
+        """int64 [R], the tokens whose logits are made; None for all."""
+        if not self.layout.is_last_stage or batch.mtp is not None or self.defers_output_gradient:
+            return None
+        return batch.counted_R
 
     def _of_tokens(self, output_TV: Tensor, targets_T: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs of the targets and entropies, float32 [T] each, from the model's output."""
@@ -326,6 +342,9 @@ class MicroBatchRunner:
 
 class ValueRunner(MicroBatchRunner):
     """Runs a critic: in place of log-probs it has values, and in place of entropies zeros."""
+
+    def _rows(self, batch: LocalBatch) -> None:
+        """All: the output layer of a critic is small."""
 
     def _of_tokens(self, output_TV: Tensor, targets_T: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         values_T = output_TV[:, 0]
