@@ -119,6 +119,10 @@ class CoreAttention(MegatronModule):
         if channels < k.shape[-1]:
             # PyTorch's fused kernel of a CPU takes equal head sizes alone; the others hold all scores and are slower.
             v = F.pad(v, (0, k.shape[-1] - channels))
+        dtype = q.dtype
+        if q.device.type == "cpu":
+            # The backward pass of a CPU's kernel takes several times as long in bfloat16.
+            q, k, v = q.float(), k.float(), v.float()
         attended = F.scaled_dot_product_attention(
             q,
             k,
@@ -129,7 +133,7 @@ class CoreAttention(MegatronModule):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return attended[..., :channels]
+        return attended[..., :channels].to(dtype)
 
 
 def padded_groups(bounds: list[int]) -> tuple[list[Tensor], Tensor]:

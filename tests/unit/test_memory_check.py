@@ -114,7 +114,10 @@ def test_only_what_a_command_starts_is_counted_and_nothing_on_a_gpu(monkeypatch)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_engines_in_float32_hold_large_matrices_twice(monkeypatch, tied):
+@pytest.mark.parametrize("packs_bf16", [True, False])
+def test_engines_hold_large_matrices_twice_in_the_dtypes_that_are_packed(monkeypatch, tied, packs_bf16):
+    packed = ("float32", "bfloat16") if packs_bf16 else ("float32",)
+    monkeypatch.setattr(memory_check, "packed_dtypes", lambda: packed)
     wide = {
         **MODEL,
         "hidden_size": 1024,
@@ -130,7 +133,8 @@ def test_engines_in_float32_hold_large_matrices_twice(monkeypatch, tied):
     monkeypatch.setitem(globals(), "MODEL", wide)
     # Of a token 2 layers x keys and values of 128 columns; the smallest cache.
     cache = 16384 * 2 * 2 * 128
-    for precision, elements in ((Precision.fp32, 2 * large + small + cache), (Precision.bf16, large + small + cache)):
+    for precision in (Precision.fp32, Precision.bf16):
+        elements = (2 if precision.dtype in packed else 1) * large + small + cache
         recipe = recipe_of(num_engines=1, max_trajectory_tokens=64, precision=precision)
         needed = elements * precision.element_bytes / GIB / 0.95
         assert problems(monkeypatch, recipe, gib=1.001 * needed, command="eval") == []

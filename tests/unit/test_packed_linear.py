@@ -62,6 +62,22 @@ def test_a_product_is_that_of_float64(rows):
         assert_product(around_apply(refused, None, linear, x, bias), x, linear.weight, bias)
 
 
+@pytest.mark.skipif("bfloat16" not in packed_linear.packed_dtypes(), reason="this CPU has no products of bfloat16")
+def test_a_product_in_bfloat16_is_that_of_float64_rounded_once():
+    linear, x = layer(torch.bfloat16), torch.randn(16, IN).bfloat16()
+    found = around_apply(refused, None, linear, x)
+    assert found.dtype == torch.bfloat16
+    expected = x.double() @ linear.weight.double().T
+    # Half a unit in the last of eight bits, and what float32 sums lose.
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_a_product_in_bfloat16_is_the_originals_where_the_cpu_has_none(monkeypatch):
+    monkeypatch.setattr(packed_linear, "packed_dtypes", lambda: ("float32",))
+    x = torch.randn(4, IN).bfloat16()
+    assert around_apply(asked, None, layer(torch.bfloat16), x) == "the original's"
+
+
 def test_rows_of_a_wider_buffer_are_read_where_they_lie():
     linear, wide = layer(), torch.randn(5, 2 * IN)
     assert_product(around_apply(refused, None, linear, wide[:, IN:]), wide[:, IN:], linear.weight)
@@ -110,7 +126,8 @@ def test_other_products_are_the_originals():
     assert around_apply(asked, None, linear, torch.randn(MAX_ROWS + 1, IN)) == "the original's"
     assert around_apply(asked, None, linear, torch.randn(0, IN)) == "the original's"
     assert around_apply(asked, None, linear, x[None]) == "the original's"
-    assert around_apply(asked, None, layer(torch.bfloat16), x.bfloat16()) == "the original's"
+    assert around_apply(asked, None, layer(torch.float16), x.half()) == "the original's"
+    assert around_apply(asked, None, layer(torch.bfloat16), x) == "the original's"
     assert around_apply(asked, None, layer(shape=(64, IN)), x) == "the original's"
 
 

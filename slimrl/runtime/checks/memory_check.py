@@ -15,9 +15,8 @@ from ray._common.utils import get_system_memory
 from slimrl import device
 from slimrl.config.load import SERVING, LoadedRecipe, trains
 from slimrl.config.problems import Problem
-from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe
-from slimrl.engines.plugin.cpu.packed_linear import MIN_ELEMENTS
+from slimrl.engines.plugin.cpu.packed_linear import MIN_ELEMENTS, packed_dtypes
 from slimrl.engines.servers.server import CPU_MEMORY_FRACTION, cpu_cache_tokens
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
@@ -90,7 +89,7 @@ def _engine_bytes(recipe: Recipe, hf_config: dict[str, Any], has: int) -> dict[s
 
 def _packed(recipe: Recipe, hf_config: dict[str, Any]) -> int:
     """Elements of an engine's weights that it has in oneDNN's layout too (engines/plugin/cpu/packed_linear.py)."""
-    if recipe.trainer.precision is not Precision.fp32:
+    if recipe.trainer.precision.dtype not in packed_dtypes():
         return 0
     sizes = Counter[str]()
     for spec in family_of(hf_config).hf_tensor_specs(hf_config):

@@ -9,6 +9,7 @@ More rows, as in a prefill, go to the original: there the layout saves little, a
 of rows that it has not seen.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ class PackedWeights:
         self._copies.clear()
 
     def product(self, rows_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """rows @ weight^T + bias, float32 [T, O], for arguments that `fits` accepts."""
+        """rows @ weight^T + bias, [T, O] in their dtype, for arguments that `fits` accepts."""
         copy = self._copies.get(weight_OI.data_ptr())
         if copy is None:
             copy = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), MAX_ROWS)
@@ -59,11 +60,19 @@ def fits(rows: Tensor, weight: Tensor) -> bool:
     return (
         rows.ndim == 2
         and 0 < len(rows) <= MAX_ROWS
-        and rows.dtype == weight.dtype == torch.float32
+        and rows.dtype == weight.dtype
+        and str(rows.dtype).removeprefix("torch.") in packed_dtypes()
         and weight.numel() >= MIN_ELEMENTS
         and weight.is_contiguous()
-        and torch.backends.mkldnn.is_available()
     )
+
+
+@functools.cache
+def packed_dtypes() -> tuple[str, ...]:
+    """Dtypes that oneDNN multiplies here; bfloat16 needs instructions that not every CPU has."""
+    if not torch.backends.mkldnn.is_available():
+        return ()
+    return ("float32", "bfloat16") if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("float32",)
 
 
 def around_apply(
