@@ -100,7 +100,9 @@ $(REAL_MODEL): | $(STAMP)
 # earlier call ended, and one that is complete is not done again: remove the folder to begin anew.
 QUICKSTART_REAL ?= runs/quickstart-real
 REAL_SETTINGS ?=
-REASONING = recipes/smollm2/reasoning.yaml run.dir=$(QUICKSTART_REAL) model.path=$(REAL_MODEL) seed=$(SEED) $(REAL_SETTINGS)
+# Not every CPU multiplies bfloat16.
+REAL_RECIPE := recipes/smollm2/$(if $(shell grep -woE 'avx512_bf16|amx_bf16' /proc/cpuinfo),reasoning_bf16,reasoning).yaml
+REASONING = $(REAL_RECIPE) run.dir=$(QUICKSTART_REAL) run.name=reasoning model.path=$(REAL_MODEL) seed=$(SEED) $(REAL_SETTINGS)
 REAL_TRAINED := $(QUICKSTART_REAL)/reasoning/export/hf
 PREPARE_TASKS = $(BIN)/slimrl-tools prepare reasoning-gym
 
@@ -112,10 +114,11 @@ quickstart-real: $(QUICKSTART_REAL)/data $(REAL_MODEL) ## train that model to an
 	$(BIN)/slimrl eval compare $(QUICKSTART_REAL)/before $(QUICKSTART_REAL)/after --answers 10
 	@echo "The learning curve: $(QUICKSTART_REAL)/reasoning/curve.png. The model: $(REAL_TRAINED)"
 
-# There are but 100 products of two numbers of one digit.
+# There are but 200 sums and differences of two numbers of one digit, and 100 products.
 $(QUICKSTART_REAL)/data: | $(STAMP)
-	@rm -rf $@.partial
-	$(PREPARE_TASKS) chain_sum,gcd $@.partial --difficulty chain_sum.max_terms=3,chain_sum.max_digits=1,gcd.max_value=30 --num 500 --heldout 100 --seed $(SEED) > $@.partial.log
+	@mkdir -p $(QUICKSTART_REAL) && rm -rf $@.partial
+	$(PREPARE_TASKS) gcd $@.partial --difficulty max_value=30 --num 500 --heldout 100 --seed $(SEED) > $@.partial.log
+	$(PREPARE_TASKS) chain_sum $@.partial --difficulty max_terms=2,max_digits=1 --num 140 --heldout 60 --seed $(SEED) >> $@.partial.log
 	$(PREPARE_TASKS) products $@.partial --difficulty max_digits=1 --num 60 --heldout 40 --seed $(SEED) >> $@.partial.log
 	@rm $@.partial.log && mv $@.partial $@
 

@@ -56,6 +56,7 @@ CPU_ONLY: tuple[Patch, ...] = (
     offloaded_optimizer.offload_cpu_parameters,
     collectives.convert_split_sizes,
     collectives.emulate_uneven_collectives,
+    collectives.leave_gradients_of_one_rank,
     literals.compare_metadata_on_cpu,
 )
 """Let megatron-core compute on CPU tensors and gloo process groups; left out if there is a GPU."""

@@ -1,4 +1,4 @@
-"""Collectives that gloo lacks, and the split sizes of those that it has."""
+"""Collectives that gloo lacks, one that it is slow at, and the split sizes of those that it has."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,3 +55,21 @@ def convert_split_sizes() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     patch_attr(moe_utils, "maybe_move_tensor_to_cpu", move)
+
+
+def leave_gradients_of_one_rank() -> None:
+    """distributed/param_and_grad_buffer.py reduces gradients over a group of one rank too.
+
+    NCCL leaves them where they are, gloo copies all of them to new memory and back.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+
+    def reduce(output: Tensor, input: Tensor, *args: Any, group: Any, async_op: bool = False, **options: Any) -> Any:
+        in_place = (output.data_ptr(), output.shape) == (input.data_ptr(), input.shape)
+        if in_place and group.size() == 1 and not async_op:
+            return None
+        return reduce_scatter(output, input, *args, group=group, async_op=async_op, **options)
+
+    patch_attr(param_and_grad_buffer, "dist_reduce_scatter_func", reduce)

@@ -33,6 +33,7 @@ def prompt_scores(items: Sequence[Item], settings: EvalConfig) -> dict[str, np.n
     """What is measured of one set, float64 [P] each, by the last part of its metric's name.
 
     `reward_mean` is the mean of a prompt's samples; `accuracy` is the same, and only there if every reward is 0 or 1;
+    `parts/<part>` is the mean of a named part of the reward before its cap and weight, where there are several;
     `pass_at_<k>` is for each k of `eval.pass_at`.
 
     Args:
@@ -42,6 +43,10 @@ def prompt_scores(items: Sequence[Item], settings: EvalConfig) -> dict[str, np.n
     scores = {"reward_mean": np.array([np.mean([item.reward for item in group]) for group in groups.values()])}
     if all(item.reward in (0.0, 1.0) for item in items):
         scores["accuracy"] = scores["reward_mean"]
+    parts = sorted({name for item in items for name in item.rewards})
+    for part in parts if len(parts) > 1 else ():
+        means = [np.mean([item.rewards.get(part, 0.0) for item in group]) for group in groups.values()]
+        scores[f"parts/{part}"] = np.array(means)
     for k in settings.pass_at:
         passed = [sum(_passes(item, settings) for item in group) for group in groups.values()]
         pairs = zip(groups.values(), passed, strict=True)

@@ -92,7 +92,9 @@ def _shown[T](measures: dict[str, T]) -> dict[str, T]:
 
 
 def _title(measure: str) -> str:
-    return "mean reward" if measure == "reward_mean" else measure.replace("pass_at_", "pass@")
+    if measure == "reward_mean":
+        return "mean reward"
+    return measure.replace("pass_at_", "pass@").replace("parts/", "part ")
 
 
 def _number(value: float | None) -> str:

@@ -24,6 +24,7 @@ METRIC_NAMES = (
     "reward/hacking_alarm",
     "eval/<set>/reward_mean",
     "eval/<set>/accuracy",
+    "eval/<set>/parts/<part>",
     "eval/<set>/pass_at_<k>",
     "policy/loss",
     "policy/clip_fraction",

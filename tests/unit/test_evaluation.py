@@ -64,6 +64,24 @@ def test_scores_are_of_prompts_and_their_means_are_metrics():
     assert none["pass_at_1"].tolist() == [1.0, 0.5]
 
 
+def test_several_parts_of_the_reward_have_means_of_their_own():
+    def of_parts(prompt, sample, status=Status.completed, **rewards):
+        return replace(item(prompt, sample, sum(rewards.values()), status), rewards=rewards)
+
+    settings = EvalConfig(samples_per_prompt=2)
+    items = [of_parts("a", 0, right=1.0, exact=0.5), of_parts("a", 1, right=1.0, exact=0.0),
+             of_parts("b", 0, Status.failed), of_parts("b", 1, right=1.0, exact=1.0)]  # fmt: skip
+    scores = prompt_scores(items, settings)
+    assert scores["parts/right"].tolist() == [1.0, 0.5]
+    assert scores["parts/exact"].tolist() == [0.25, 0.5]
+    metrics = eval_metrics(items, settings)
+    assert metrics["eval/held/parts/exact"] == 0.375
+    assert all(map(is_metric, metrics))
+    # A single part is the reward.
+    alone = prompt_scores([of_parts("a", 0, right=1.0), of_parts("a", 1, right=0.0)], settings)
+    assert alone.keys() == {"reward_mean", "accuracy"}
+
+
 def test_the_interval_of_many_prompts_is_that_of_the_normal_distribution():
     values_P = np.random.default_rng(1).exponential(size=2000)
     low, high = intervals({"x": values_P}, seed=3)["x"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import megatron_patches
+from megatron_patches import collectives
 from megatron_patches.first_import import _compile_does_nothing, _hidden
 from megatron_patches.page import PAGE, with_patches
 from megatron_patches.patching import patch_attr, patch_source
@@ -505,6 +506,41 @@ def test_equal_pieces_go_megatron_s_own_way(monkeypatch):
     )
     assert torch.equal(mappings._gather_along_first_dim(mine, group), torch.cat([other, mine]))
     assert torch.equal(mappings._reduce_scatter_along_first_dim(torch.cat([other, mine]), group), mine)
+
+
+@CPU_ONLY
+def test_gradients_of_one_rank_stay_where_they_are_and_others_go_megatron_s_own_way(monkeypatch):
+    megatron_patches.apply()
+    from megatron.core.distributed import param_and_grad_buffer
+
+    seen = []
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", lambda part, whole, **_: seen.append(len(part)))
+    monkeypatch.setattr(param_and_grad_buffer, "dist_reduce_scatter_func", torch.distributed.reduce_scatter_tensor)
+    collectives.leave_gradients_of_one_rank()
+    reduce, whole = param_and_grad_buffer.dist_reduce_scatter_func, torch.ones(6)
+    assert reduce(whole.view(-1), whole, group=one_rank(), async_op=False) is None
+    assert seen == []
+    two = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    reduce(whole[3:], whole, group=two, async_op=False)
+    reduce(whole.view(-1), whole, group=one_rank(), async_op=True)
+    reduce(torch.zeros(6), whole, group=one_rank(), async_op=False)
+    assert seen == [3, 6, 6]
+
+
+def test_attention_of_a_cpu_in_bfloat16_is_that_of_float32_rounded_once():
+    megatron_patches.apply()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patches.core_attention import CoreAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    attention = CoreAttention(config, 1, None, "self", k_channels=8, pg_collection=SimpleNamespace(cp=one_rank()))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(40, heads, 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 33, 40]), cu_seqlens_q_padded=None)
+    found = attention(*inputs, None, packed_seq_params=packed)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, attention(*(x.float() for x in inputs), None, packed_seq_params=packed).bfloat16())
 
 
 @CPU_ONLY
