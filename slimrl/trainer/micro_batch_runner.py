@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
@@ -75,8 +76,7 @@ class MicroBatchRunner:
             if replays_routing:
                 self.routing_replay = RoutingReplay(chunks, pieces, layout.tensor_rank)
         self.output_options = output_options(chunks[-1])
-        self.defers_output_gradient = config.defer_embedding_wgrad_compute
-        """Whether Megatron computes the output layer's gradient after the pipeline, from inputs of one size"""
+        self.output_layer = _layer_of_rows(chunks[-1])
         self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
 
     @property
@@ -240,13 +240,14 @@ class MicroBatchRunner:
         """Megatron's forward step: the model's output, and the function that the last stage applies to it."""
         batch = next(batches)
         mtp_options = {} if batch.mtp is None else {"output_processor_context": batch.mtp.tokens_DT}
-        rows_R = self._rows(batch) if model is self.chunks[-1] else None
+        # The layers for multi-token prediction read all tokens.
+        output_layer = self.output_layer if model is self.chunks[-1] and batch.mtp is None else None
         with ExitStack() as stack:
             stack.enter_context(self.router_stats.observe(batch.padding_T))
             if self.routing_replay is not None:
                 stack.enter_context(self.routing_replay.replay(batch.replay_experts_TLK, batch.padding_T))
-            if rows_R is not None:
-                stack.enter_context(only_rows(unwrap(model).output_layer, rows_R))
+            if output_layer is not None:
+                stack.enter_context(only_rows(output_layer, batch.counted_R))
             output = model(
                 batch.tokens_T[None],
                 batch.position_ids_T[None],
@@ -262,9 +263,10 @@ class MicroBatchRunner:
 
         def finish(output: Any, non_loss_data: bool = False) -> Any:
             # squeeze, since the backward of [0] allocates a second gradient of all logits.
-            if rows_R is not None:
-                of_rows = logprobs_of(output.squeeze(0), batch.targets_T[rows_R])
-                return collect(*(spread(values_R, rows_R, len(batch.targets_T)) for values_R in of_rows), batch)
+            if output_layer is not None:
+                of_rows = logprobs_of(output.squeeze(0), batch.targets_T[batch.counted_R])
+                logprobs_T, entropy_T = (spread(values_R, batch.counted_R, len(batch.mask_T)) for values_R in of_rows)
+                return collect(logprobs_T, entropy_T, batch)
             if batch.mtp is None:
                 return collect(*logprobs_of(output.squeeze(0), batch.targets_T), batch)
             assert self.mtp is not None
@@ -276,12 +278,6 @@ class MicroBatchRunner:
             )
 
         return output, finish
-
-    def _rows(self, batch: LocalBatch) -> Tensor | None:
-        """int64 [R], the tokens whose logits are made; None for all."""
-        if not self.layout.is_last_stage or batch.mtp is not None or self.defers_output_gradient:
-            return None
-        return batch.counted_R
 
     def _of_tokens(self, output_TV: Tensor, targets_T: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs of the targets and entropies, float32 [T] each, from the model's output."""
@@ -343,9 +339,6 @@ class MicroBatchRunner:
 class ValueRunner(MicroBatchRunner):
     """Runs a critic: in place of log-probs it has values, and in place of entropies zeros."""
 
-    def _rows(self, batch: LocalBatch) -> None:
-        """All: the output layer of a critic is small."""
-
     def _of_tokens(self, output_TV: Tensor, targets_T: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         values_T = output_TV[:, 0]
         return values_T, torch.zeros_like(values_T)
@@ -358,6 +351,16 @@ def output_options(chunk: DistributedDataParallel) -> dict[str, bool]:
     convert as many tokens at a time as they work on.
     """
     return {"fp32_output": False} if isinstance(chunk.module, Float16Module) else {}
+
+
+def _layer_of_rows(chunk: DistributedDataParallel) -> ColumnParallelLinear | None:
+    """The output layer if it may multiply some tokens alone. None for a value head, which is small; for an output layer
+    in FP8, which takes whole tiles; and if Megatron computes its gradient after the pipeline, from inputs of one size.
+    """
+    model = unwrap(chunk)
+    layer = model.output_layer if model.post_process else None
+    deferred = model.config.defer_embedding_wgrad_compute
+    return layer if isinstance(layer, ColumnParallelLinear) and not deferred else None
 
 
 def _to_numpy(
