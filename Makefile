@@ -101,7 +101,7 @@ $(REAL_MODEL): | $(STAMP)
 QUICKSTART_REAL ?= runs/quickstart-real
 REAL_SETTINGS ?=
 # Not every CPU multiplies bfloat16.
-REAL_RECIPE := recipes/smollm2/$(if $(shell grep -woE 'avx512_bf16|amx_bf16' /proc/cpuinfo),reasoning_bf16,reasoning).yaml
+REAL_RECIPE := recipes/smollm2/$(if $(shell grep -woE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null),reasoning_bf16,reasoning).yaml
 REASONING = $(REAL_RECIPE) run.dir=$(QUICKSTART_REAL) run.name=reasoning model.path=$(REAL_MODEL) seed=$(SEED) $(REAL_SETTINGS)
 REAL_TRAINED := $(QUICKSTART_REAL)/reasoning/export/hf
 PREPARE_TASKS = $(BIN)/slimrl-tools prepare reasoning-gym

@@ -60,7 +60,8 @@ def convert_split_sizes() -> None:
 def leave_gradients_of_one_rank() -> None:
     """distributed/param_and_grad_buffer.py reduces gradients over a group of one rank too.
 
-    NCCL leaves them where they are, gloo copies all of them to new memory and back.
+    NCCL leaves them where they are, gloo copies all of them to new memory and back. An asynchronous reduction, of which
+    Megatron waits for a handle, stays as it is.
     """
     from megatron.core.distributed import param_and_grad_buffer
 

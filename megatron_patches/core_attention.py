@@ -120,8 +120,8 @@ class CoreAttention(MegatronModule):
             # PyTorch's fused kernel of a CPU takes equal head sizes alone; the others hold all scores and are slower.
             v = F.pad(v, (0, k.shape[-1] - channels))
         dtype = q.dtype
-        if q.device.type == "cpu":
-            # The backward pass of a CPU's kernel takes several times as long in bfloat16.
+        if q.device.type == "cpu" and dtype == torch.bfloat16:
+            # The backward pass of a CPU's kernel takes several times as long in bfloat16; this keeps twice the memory.
             q, k, v = q.float(), k.float(), v.float()
         attended = F.scaled_dot_product_attention(
             q,

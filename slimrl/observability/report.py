@@ -4,6 +4,7 @@ A run without rewards, such as supervised training or training on a trajectory f
 """
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,9 @@ def _curves(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
     """Metrics of the large panel: rewards, or else a loss."""
     recorded = {name for steps in runs for line in steps for name, value in line.items() if value is not None}
     names = [name for name in ("reward/mean",) if name in recorded]
-    # The accuracy equals the mean reward.
-    names += sorted(name for name in recorded if name.startswith("eval/") and not name.endswith("/accuracy"))
+    # The accuracy equals the mean reward, and parts of the reward have scales of their own.
+    others = re.compile(r"eval/[^/]+/(?!accuracy$|parts/)")
+    names += sorted(filter(others.match, recorded))
     return names or [name for name in LOSSES if name in recorded][:1]
 
 

@@ -76,7 +76,8 @@ class MicroBatchRunner:
             if replays_routing:
                 self.routing_replay = RoutingReplay(chunks, pieces, layout.tensor_rank)
         self.output_options = output_options(chunks[-1])
-        self.output_layer = _layer_of_rows(chunks[-1])
+        # The layers for multi-token prediction read all tokens.
+        self.output_layer = None if mtp is not None else _layer_of_rows(chunks[-1])
         self.overlaps_param_gather = optimizer.megatron.config.overlap_param_gather
 
     @property
@@ -92,8 +93,8 @@ class MicroBatchRunner:
         routing: bool = False,
         record_replay: bool = False,
     ) -> list[LogProbs] | None:
-        """Log-probs of the targets that count and their entropies, else 0, without gradient and without dropout; every
-        rank calls it.
+        """Log-probs of the targets and entropies, without gradient and without dropout; every rank calls it. Those of
+        targets that do not count mean nothing.
 
         Args:
             routing: also report the experts of each token, if the model has any.
@@ -240,8 +241,7 @@ class MicroBatchRunner:
         """Megatron's forward step: the model's output, and the function that the last stage applies to it."""
         batch = next(batches)
         mtp_options = {} if batch.mtp is None else {"output_processor_context": batch.mtp.tokens_DT}
-        # The layers for multi-token prediction read all tokens.
-        output_layer = self.output_layer if model is self.chunks[-1] and batch.mtp is None else None
+        output_layer = self.output_layer if model is self.chunks[-1] else None
         with ExitStack() as stack:
             stack.enter_context(self.router_stats.observe(batch.padding_T))
             if self.routing_replay is not None:

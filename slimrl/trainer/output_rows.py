@@ -46,5 +46,5 @@ def only_rows(output_layer: nn.Module, rows_R: Tensor) -> Iterator[None]:
 
 
 def spread(values_R: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
-    """Values [T] that are the given ones at their rows and 0 elsewhere."""
+    """Values [T] that are the given ones at their rows, which are all different, and 0 elsewhere."""
     return values_R.new_zeros(num_tokens).index_copy(0, rows_R, values_R)

@@ -28,7 +28,7 @@ STEP = 7
 
 
 def logprobs(worker: TrainerWorker, budget_tokens: int) -> dict[int, np.ndarray]:
-    """Sequence -> log-probs of its targets, on this rank."""
+    """Sequence -> log-probs of its targets that count, else 0, on this rank."""
     batches = packed_batches(STEP, worker.layout, budget_tokens)
     found = {}
     for batch, output in zip(batches, worker.runner.compute_logprobs(batches, 1.0), strict=True):
@@ -59,11 +59,13 @@ def train_and_export(rank, num_ranks, port, path, out, layout):
 
 @torch.no_grad()
 def transformers_logprobs(model) -> dict[int, np.ndarray]:
+    """As `logprobs`."""
     found = {}
     for number, segment in enumerate(sequences(STEP)[0]):
         tokens_T = torch.tensor(segment.tokens)
         logits_TV = model.eval()(tokens_T[None]).logits[0, :-1].float()
-        found[number] = logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0].numpy()
+        logprobs_T = logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0].numpy()
+        found[number] = np.where(segment.loss_mask[1:], logprobs_T, 0)
     return found
 
 

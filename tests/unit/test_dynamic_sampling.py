@@ -122,6 +122,16 @@ def test_zero_variance_groups_are_replaced_by_the_next_prompts_until_enough_are_
     assert steps.lines() == [(5, number, f"p{number}", end) for number, end in enumerate(ends)]
 
 
+def test_a_step_and_its_refills_do_not_wait_for_the_next_check(begin, monkeypatch):
+    monkeypatch.setattr(service_module, "POLL_S", 600)
+    batch = begin("p1", "p4", "p6", "p7", refill=RefillMode.order).rollout()
+    assert batch.metrics["rollout/refills"] == 3
+    # Also where the last refill has not enough of them.
+    batch = begin("p4", refill=RefillMode.order, max_refills=1).rollout()
+    assert batch.metrics["rollout/groups_kept"] == 1
+    assert batch.seconds < 60
+
+
 def test_a_step_has_fewer_groups_after_the_last_refill(begin):
     steps = begin("p4", refill=RefillMode.order, max_refills=1)
     batch = steps.rollout()

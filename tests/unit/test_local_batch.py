@@ -47,6 +47,7 @@ def test_a_rank_has_its_tokens_of_every_field_and_all_trajectories(ranks, rank):
     per_token = [field.name for field in fields(LocalBatch) if field.name.endswith("_T") and field.name != "index_T"]
     assert len(per_token) == 8
     per_token.remove("added_T")
+    assert found.counted_R.tolist() == [number for number, token in enumerate(place) if token % 3 == 0]
     assert found.added_T["old_logprobs"].tolist() == [-2.0 * token for token in place]
     for name in per_token:
         assert getattr(found, name).tolist() == getattr(batch, name.removesuffix("_T"))[place].tolist(), name
@@ -115,3 +116,9 @@ def test_a_sum_over_ranks_leaves_what_is_added_as_it_was(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     assert batch.sum_over_ranks(own).tolist() == [3, 3, 3]
     assert own.tolist() == [1, 1, 1]
+
+
+def test_a_rank_without_a_target_that_counts_names_one_token():
+    batch = micro_batch()
+    batch.mask[:] = False
+    assert shard_context(batch, group(2, 1)).counted_R.tolist() == [0]

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slimrl import device
 from slimrl.config.problems import Problem, RecipeError
@@ -116,7 +117,7 @@ def test_only_what_a_command_starts_is_counted_and_nothing_on_a_gpu(monkeypatch)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("packs_bf16", [True, False])
 def test_engines_hold_large_matrices_twice_in_the_dtypes_that_are_packed(monkeypatch, tied, packs_bf16):
-    packed = ("float32", "bfloat16") if packs_bf16 else ("float32",)
+    packed = (torch.float32, torch.bfloat16) if packs_bf16 else (torch.float32,)
     monkeypatch.setattr(memory_check, "packed_dtypes", lambda: packed)
     wide = {
         **MODEL,
@@ -134,7 +135,7 @@ def test_engines_hold_large_matrices_twice_in_the_dtypes_that_are_packed(monkeyp
     # Of a token 2 layers x keys and values of 128 columns; the smallest cache.
     cache = 16384 * 2 * 2 * 128
     for precision in (Precision.fp32, Precision.bf16):
-        elements = (2 if precision.dtype in packed else 1) * large + small + cache
+        elements = (2 if packs_bf16 or precision is Precision.fp32 else 1) * large + small + cache
         recipe = recipe_of(num_engines=1, max_trajectory_tokens=64, precision=precision)
         needed = elements * precision.element_bytes / GIB / 0.95
         assert problems(monkeypatch, recipe, gib=1.001 * needed, command="eval") == []

@@ -23,7 +23,7 @@ from slimrl.observability import progress as progress_module
 from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric, read_metrics
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance
-from slimrl.observability.report import mean_series, series, write_curve
+from slimrl.observability.report import _curves, mean_series, series, write_curve
 from slimrl.observability.run_folder import RunFolder, open_run_folder, set_aside
 from slimrl.observability.samples import write_samples
 from slimrl.observability.terminal import plain_console
@@ -237,6 +237,11 @@ def test_each_line_of_the_samples_is_made_visible_once(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "visible", lambda text: seen.append(text) or text)
     write_samples(tmp_path / "s.jsonl", [trajectory(group, 0) for group in "ab"], prompts_of("ab"), limit=2)
     assert [json.loads(text)["trajectory_id"] for text in seen] == ["a/0", "b/0"]
+
+
+def test_the_curve_of_an_evaluation_is_its_reward_and_not_its_parts():
+    line = dict.fromkeys(("eval/a/reward_mean", "eval/a/accuracy", "eval/a/pass_at_2", "eval/a/parts/length"), 1.0)
+    assert _curves([[line]]) == ["eval/a/pass_at_2", "eval/a/reward_mean"]
 
 
 def test_without_a_terminal_progress_is_plain_lines(monkeypatch):

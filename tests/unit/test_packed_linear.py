@@ -62,7 +62,7 @@ def test_a_product_is_that_of_float64(rows):
         assert_product(around_apply(refused, None, linear, x, bias), x, linear.weight, bias)
 
 
-@pytest.mark.skipif("bfloat16" not in packed_linear.packed_dtypes(), reason="this CPU has no products of bfloat16")
+@pytest.mark.skipif(torch.bfloat16 not in packed_linear.packed_dtypes(), reason="this CPU has no products of bfloat16")
 def test_a_product_in_bfloat16_is_that_of_float64_rounded_once():
     linear, x = layer(torch.bfloat16), torch.randn(16, IN).bfloat16()
     found = around_apply(refused, None, linear, x)
@@ -73,7 +73,7 @@ def test_a_product_in_bfloat16_is_that_of_float64_rounded_once():
 
 
 def test_a_product_in_bfloat16_is_the_originals_where_the_cpu_has_none(monkeypatch):
-    monkeypatch.setattr(packed_linear, "packed_dtypes", lambda: ("float32",))
+    monkeypatch.setattr(packed_linear, "packed_dtypes", lambda: (torch.float32,))
     x = torch.randn(4, IN).bfloat16()
     assert around_apply(asked, None, layer(torch.bfloat16), x) == "the original's"
 
@@ -134,10 +134,20 @@ def test_other_products_are_the_originals():
 def test_logits_are_those_of_float64_where_the_weight_is_the_embeddings():
     head, x = layer(), torch.randn(4, IN)
     head.quant_method = UnquantizedEmbeddingMethod()
-    processor = SimpleNamespace(rl_on_policy_target=None)
+    processor = SimpleNamespace(rl_on_policy_target=None, use_fp32_lm_head=True)
     assert_product(around_lm_head(refused, processor, x, head, out=None), x, head.weight)
     for options in ({"quant_method": object()}, {"apply_lora": asked}):
         other = SimpleNamespace(**{**vars(head), **options})
         assert around_lm_head(asked, processor, x, other) == "the original's"
-    assert around_lm_head(asked, SimpleNamespace(rl_on_policy_target="fsdp"), x, head) == "the original's"
+    assert (
+        around_lm_head(asked, SimpleNamespace(rl_on_policy_target="fsdp", use_fp32_lm_head=False), x, head)
+        == "the original's"
+    )
     assert around_lm_head(asked, processor, torch.randn(MAX_ROWS + 1, IN), head) == "the original's"
+
+
+def test_logits_of_bfloat16_weights_are_the_originals_where_they_are_to_be_float32():
+    head, x = layer(torch.bfloat16), torch.randn(4, IN).bfloat16()
+    head.quant_method = UnquantizedEmbeddingMethod()
+    processor = SimpleNamespace(rl_on_policy_target=None, use_fp32_lm_head=True)
+    assert around_lm_head(asked, processor, x, head) == "the original's"

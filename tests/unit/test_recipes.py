@@ -172,7 +172,12 @@ def test_the_variants_for_a_real_model_differ_from_the_plain_recipe_in_few_setti
         return resolved_dict(loaded)
 
     plain = settings("reasoning")
-    sections = {"grpo": {"algorithm"}, "lora": {"trainer"}, "async": {"algorithm", "trainer", "rollout"}}
+    sections = {
+        "grpo": {"algorithm"},
+        "lora": {"trainer"},
+        "async": {"algorithm", "trainer", "rollout"},
+        "bf16": {"algorithm", "trainer"},
+    }
     for variant, changed in sections.items():
         other = settings(f"reasoning_{variant}")
         assert other["run"]["name"] == f"reasoning_{variant}"

@@ -178,11 +178,12 @@ def test_the_real_model_is_fetched_alone_checked_and_converted_once(tmp_path):
 
 
 def test_the_quickstart_of_the_real_model_does_its_parts_in_order_and_none_twice(tmp_path):
-    lines = commands("quickstart-real", f"QUICKSTART_REAL={tmp_path}/q", "REAL_SETTINGS=steps=3").splitlines()
-    tools = [re.sub(r"^.*\.venv/bin/(slimrl\S*) (\S+ \S+).*", r"\1 \2", line) for line in lines if "bin/slimrl" in line]
     recipe = "recipes/smollm2/reasoning.yaml"
-    assert tools[-7:] == [
-        *["slimrl-tools prepare reasoning-gym"] * 2,
+    settings = [f"QUICKSTART_REAL={tmp_path}/q", "REAL_SETTINGS=steps=3", f"REAL_RECIPE={recipe}"]
+    lines = commands("quickstart-real", *settings).splitlines()
+    tools = [re.sub(r"^.*\.venv/bin/(slimrl\S*) (\S+ \S+).*", r"\1 \2", line) for line in lines if "bin/slimrl" in line]
+    assert tools[-8:] == [
+        *["slimrl-tools prepare reasoning-gym"] * 3,
         "slimrl-tools convert gguf-to-hf",
         f"slimrl eval {recipe}",
         f"slimrl train {recipe}",
@@ -196,7 +197,8 @@ def test_the_quickstart_of_the_real_model_does_its_parts_in_order_and_none_twice
     before, after = (line for line in lines if f"eval {recipe}" in line)
     assert before.endswith(f" --checkpoint models/SmolLM2-135M-Instruct --out {tmp_path}/q/before")
     assert after.endswith(f" --checkpoint {trained} --out {tmp_path}/q/after")
-    # The folder of the data gets its name when both tasks are written, and is not written again.
+    # The folder of the data gets its name when all tasks are written, and is not written again.
+    assert any(line.startswith(f"mkdir -p {tmp_path}/q ") for line in lines)
     assert any(line.endswith(f"mv {tmp_path}/q/data.partial {tmp_path}/q/data") for line in lines)
     (tmp_path / "q" / "data").mkdir(parents=True)
     (tmp_path / "stamp").touch()
@@ -205,6 +207,15 @@ def test_the_quickstart_of_the_real_model_does_its_parts_in_order_and_none_twice
     done = subprocess.run(there, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "prepare" not in done
     assert "slimrl train" in done
+
+
+def test_the_quickstart_of_the_real_model_takes_bfloat16_where_the_cpu_multiplies_it():
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    name = "reasoning_bf16" if flags & {"avx512_bf16", "amx_bf16"} else "reasoning"
+    (train,) = (line for line in commands("quickstart-real").splitlines() if "slimrl train" in line)
+    assert f" recipes/smollm2/{name}.yaml " in train
+    # Its folder is the same with both.
+    assert " run.name=reasoning " in train
 
 
 def test_the_package_declares_what_requirements_hold():

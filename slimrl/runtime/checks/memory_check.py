@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from ray._common.utils import get_system_memory
 
 from slimrl import device
@@ -89,7 +90,7 @@ def _engine_bytes(recipe: Recipe, hf_config: dict[str, Any], has: int) -> dict[s
 
 def _packed(recipe: Recipe, hf_config: dict[str, Any]) -> int:
     """Elements of an engine's weights that it has in oneDNN's layout too (engines/plugin/cpu/packed_linear.py)."""
-    if recipe.trainer.precision.dtype not in packed_dtypes():
+    if getattr(torch, recipe.trainer.precision.dtype) not in packed_dtypes():
         return 0
     sizes = Counter[str]()
     for spec in family_of(hf_config).hf_tensor_specs(hf_config):

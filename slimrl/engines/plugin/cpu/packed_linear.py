@@ -61,18 +61,18 @@ def fits(rows: Tensor, weight: Tensor) -> bool:
         rows.ndim == 2
         and 0 < len(rows) <= MAX_ROWS
         and rows.dtype == weight.dtype
-        and str(rows.dtype).removeprefix("torch.") in packed_dtypes()
+        and rows.dtype in packed_dtypes()
         and weight.numel() >= MIN_ELEMENTS
         and weight.is_contiguous()
     )
 
 
 @functools.cache
-def packed_dtypes() -> tuple[str, ...]:
-    """Dtypes that oneDNN multiplies here; bfloat16 needs instructions that not every CPU has."""
+def packed_dtypes() -> tuple[torch.dtype, ...]:
+    """Dtypes of which oneDNN takes packed weights here; not every CPU has what it needs for bfloat16."""
     if not torch.backends.mkldnn.is_available():
         return ()
-    return ("float32", "bfloat16") if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("float32",)
+    return (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
 
 
 def around_apply(
@@ -97,6 +97,7 @@ def around_lm_head(
         type(getattr(lm_head, "quant_method", None)).__name__ in _UNQUANTIZED
         and not hasattr(lm_head, "apply_lora")
         and processor.rl_on_policy_target is None
+        and (lm_head.weight.dtype == torch.float32 or not processor.use_fp32_lm_head)
     )
     if not (plain and fits(hidden_states, lm_head.weight)):
         return original(processor, hidden_states, lm_head, embedding_bias, **rest)
