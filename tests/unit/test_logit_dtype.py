@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, chunk: Wrapped, **options: bool) -> tup
     runner.layout, runner.vocab_size, runner.chunk_tokens = SimpleNamespace(tensor=1), VOCABULARY - 2, 4
     runner.done, runner.total, runner.on_progress = 0, 1, lambda done, total: None
     dtypes: list[torch.dtype] = []
-    runner.routing_replay, runner.mtp = None, None
+    runner.routing_replay, runner.mtp, runner.output_layer = None, None, None
     runner.router_stats = SimpleNamespace(observe=lambda padding_T: torch.enable_grad())
 
     def noted(logits_TV: Tensor, *given: Tensor, **how: object) -> tuple[Tensor, Tensor]:
