@@ -33,11 +33,11 @@ class LocalBatch(LossBatch):
     tokens_T: Tensor
     targets_T: Tensor
     padding_T: Tensor
-    counted_R: Tensor
-    """int64, positions among the T of the tokens whose targets count; one of any token if none does"""
     position_ids_T: Tensor
     index_T: Tensor
     """int64, position of each token in the whole micro-batch"""
+    counted_R: Tensor
+    """int64, positions among the T of the tokens whose targets count; one of any token if none does"""
     replay_experts_TLK: Tensor | None = None
     """int16, experts of each token that the routers are to take; None without routing replay"""
     total_tokens: int

@@ -8,15 +8,14 @@ T tokens of a micro-batch on this rank, R of them with a target that counts, H h
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 
 @contextmanager
-def only_rows(output_layer: nn.Module, rows_R: Tensor) -> Iterator[None]:
-    """Within it the output layer, a ColumnParallelLinear, multiplies these rows of its input alone.
+def only_rows(output_layer: ColumnParallelLinear, rows_R: Tensor) -> Iterator[None]:
+    """Within it the output layer multiplies these rows of its input alone.
 
     With sequence parallelism each rank's input is gathered first, as the layer itself would; the layer then adds up
     the gradients of the chosen rows over the tensor-parallel ranks, of which each keeps those of its own tokens.
@@ -25,23 +24,22 @@ def only_rows(output_layer: nn.Module, rows_R: Tensor) -> Iterator[None]:
         output_layer: takes hidden states [T, 1, H], with sequence parallelism those of this rank's tokens.
         rows_R: int64 [R], rows of all T tokens.
     """
-    layer: Any = output_layer
-    sequence_parallel = layer.sequence_parallel
+    sequence_parallel = output_layer.sequence_parallel
 
     def choose(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden_T1H, *rest = arguments
         if sequence_parallel:
             hidden_T1H = gather_from_sequence_parallel_region(
-                hidden_T1H, tensor_parallel_output_grad=False, group=layer.tp_group
+                hidden_T1H, tensor_parallel_output_grad=False, group=output_layer.tp_group
             )
         return hidden_T1H.index_select(0, rows_R), *rest
 
     hook = output_layer.register_forward_pre_hook(choose)
-    layer.sequence_parallel = False
+    output_layer.sequence_parallel = False
     try:
         yield
     finally:
-        layer.sequence_parallel = sequence_parallel
+        output_layer.sequence_parallel = sequence_parallel
         hook.remove()
 
 
