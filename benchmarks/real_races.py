@@ -37,8 +37,8 @@ QUESTIONS = (
     "Anna is twice as old as Ben, and together they are 36 years old. How old is each of them? Explain each step.",
 )
 """Answers to them are of a few words to several paragraphs."""
-MAX_PROMPT_TOKENS = 256
-"""Room for a question with the system prompt"""
+MAX_PROMPT_TOKENS = 64
+"""Room for a question with the system prompt, which have at most 52"""
 FIXED_FRACTION = 3 / 8
 """Length of each answer over the limit, where all have one length: 96 of 256"""
 
@@ -72,6 +72,8 @@ SLIMRL = (
 )
 COMPILED: Mapping[str, Any] = {"config": {"cache_implementation": "static"}, "compile": {"mode": "default"}}
 """TRL's generation with a static cache, which can be compiled"""
+PAGE_TOKENS = 256
+"""Tokens of a page of transformers' cache for continuous batching"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +121,17 @@ def _answers(options: Namespace, new_tokens: int, *, fixed: bool) -> WatchedRace
         f"rollout.sampling.ignore_end_of_turn={str(fixed).lower()}",
         f"rollout.max_trajectory_tokens={MAX_PROMPT_TOKENS + new_tokens}",
     )
-    trl = {"max_completion_length": new_tokens, "generation_kwargs": {"min_new_tokens": new_tokens if fixed else 0}}
     trajectories = options.prompts * SAMPLES
+    # Continuous batching heeds no least length.
+    generation = COMPILED if fixed else {"config": continuous_batching(trajectories, MAX_PROMPT_TOKENS + new_tokens)}
+    trl = {"max_completion_length": new_tokens}
+    if fixed:
+        trl["generation_kwargs"] = {"min_new_tokens": new_tokens}
     return WatchedRace(
         model=options.model,
         prompts=data / "train.jsonl",
         slimrl=[*SLIMRL, f"rollout.prompts_per_step={options.prompts}", *slimrl],
-        trl={**COMPILED, "config": {**COMPILED["config"], **_batch(options.prompts, MICRO_BATCH), **trl}},
+        trl={**generation, "config": {**generation["config"], **_batch(options.prompts, MICRO_BATCH), **trl}},
         tools=False,
         tokens=trajectories * new_tokens if fixed else None,
         turns=trajectories,
@@ -143,6 +149,8 @@ def with_calculator(options: Namespace) -> WatchedRace:
         write_model_with_tools(options.model, folder / "start")
     slimrl = (
         f"rollout.max_turns={max(TURNS)}",
+        # Of twice as many the keys and values take another gigabyte of each engine.
+        "rollout.max_concurrency_per_engine=32",
         f"rollout.max_trajectory_tokens={MAX_TRAJECTORY_TOKENS}",
         f"rollout.sampling.max_new_tokens={options.max_new_tokens}",
         "rollout.sampling.ignore_end_of_turn=false",
@@ -154,17 +162,36 @@ def with_calculator(options: Namespace) -> WatchedRace:
         "generation_kwargs": {"max_new_tokens": options.max_new_tokens},
         "max_tool_calling_iterations": max(TURNS) - 1,
     }
+    generation = continuous_batching(options.prompts * SAMPLES, MAX_PROMPT_TOKENS + MAX_TRAJECTORY_TOKENS)
     return WatchedRace(
         model=after_cold_start(folder, folder / "start", options.sft_updates, SFT),
         prompts=folder / "data" / "train.jsonl",
         slimrl=[*SLIMRL, f"rollout.prompts_per_step={options.prompts}", *slimrl],
-        trl={"config": {**_batch(options.prompts, MICRO_BATCH_OF_TURNS), **trl}},
+        trl={"config": {**generation, **_batch(options.prompts, MICRO_BATCH_OF_TURNS), **trl}},
         tools=True,
         tokens=None,
         turns=None,
         tolerance=options.tolerance,
         warmup=1,
     )
+
+
+def continuous_batching(trajectories: int, max_tokens: int) -> Mapping[str, Any]:
+    """TRL's words for generation in which a finished trajectory leaves the batch, all of a process at once.
+
+    Args:
+        trajectories: of a step.
+        max_tokens: of a trajectory with its prompt. Left to itself, the cache takes most of the memory.
+    """
+    running = trajectories // NUM_RANKS
+    return {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {
+            "num_blocks": running * -(-max_tokens // PAGE_TOKENS),
+            "max_requests_per_batch": running,
+            "max_batch_tokens": 256,
+        },
+    }
 
 
 def _batch(prompts: int, micro_batch: int) -> Mapping[str, Any]:

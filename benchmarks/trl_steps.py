@@ -56,6 +56,8 @@ class Clock(TrainerCallback):
         start, self._end = self._end, time.perf_counter()
         if start:
             self.steps.append({"total_s": self._end - start, **self._trainer.generated})
+            if self._trainer.accelerator.is_main_process:
+                print(f"step {len(self.steps)}: {self.steps[-1]}", flush=True)
 
 
 def trainer_of(work: dict[str, Any], folder: Path) -> TimedTrainer:

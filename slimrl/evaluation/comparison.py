@@ -22,6 +22,9 @@ from slimrl.evaluation.record import read_record
 
 EQUAL = 1e-9
 """Scores that differ by less are equal: the same rewards in another order may add up to other last bits."""
+ALL_SETS = "all sets"
+Scores = dict[str, np.ndarray]
+"""Measure -> float64 [2, P], the scores of each prompt in A and in B"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class SetComparison:
 
 
 def compare(folder_a: EvalFolder, folder_b: EvalFolder) -> list[SetComparison]:
-    """The sets that both evaluations have.
+    """The sets that both evaluations have, and all their prompts together if there are several.
 
     Raises:
         ValueError: one of them is no complete evaluation, or they cannot be paired: no set in common, other prompts,
@@ -73,7 +76,10 @@ def compare(folder_a: EvalFolder, folder_b: EvalFolder) -> list[SetComparison]:
         pass_at=[k for k in record_a["pass_at"] if k in record_b["pass_at"]], pass_reward=record_a["pass_reward"]
     )
     seed = int(record_a["settings"]["seed"])
-    return [_compare_set(name, a[name], b[name], settings, seed) for name in names]
+    scores = {name: _paired(a[name], b[name], settings) for name in names}
+    if len(names) > 1:
+        scores[ALL_SETS] = _together(list(scores.values()))
+    return [_compare_scores(name, of_set, seed) for name, of_set in scores.items()]
 
 
 def read_complete(folder: EvalFolder) -> dict[str, list[Item]]:
@@ -110,19 +116,29 @@ def _check_prompts(
         raise ValueError(f"{both}: prompts of {name} have the same ids and other texts or labels.")
 
 
-def _compare_set(name: str, a: Sequence[Item], b: Sequence[Item], settings: EvalConfig, seed: int) -> SetComparison:
+def _paired(a: Sequence[Item], b: Sequence[Item], settings: EvalConfig) -> Scores:
     scores_a, scores_b = prompt_scores(a, settings), prompt_scores(b, settings)
     place_b = {prompt_id: place for place, prompt_id in enumerate(items_by_prompt(b))}
     order = [place_b[prompt_id] for prompt_id in items_by_prompt(a)]
-    gaps = {measure: scores_b[measure][order] - scores_a[measure] for measure in scores_a if measure in scores_b}
+    return {name: np.stack([scores_a[name], scores_b[name][order]]) for name in scores_a if name in scores_b}
+
+
+def _together(sets: Sequence[Scores]) -> Scores:
+    """The prompts of all sets as those of one, with the measures that all of them have."""
+    shared = [name for name in sets[0] if all(name in scores for scores in sets)]
+    return {name: np.concatenate([scores[name] for scores in sets], axis=1) for name in shared}
+
+
+def _compare_scores(name: str, scores: Scores, seed: int) -> SetComparison:
+    gaps = {measure: b_P - a_P for measure, (a_P, b_P) in scores.items()}
     ends = intervals(gaps, derive_seed(seed, "bootstrap", name))
     return SetComparison(
         name=name,
-        num_prompts=len(order),
+        num_prompts=len(next(iter(gaps.values()))),
         measures={
             measure: PairedMeasure(
-                a=float(np.mean(scores_a[measure])),
-                b=float(np.mean(scores_b[measure])),
+                a=float(np.mean(scores[measure][0])),
+                b=float(np.mean(scores[measure][1])),
                 difference=float(np.mean(gap_P)),
                 interval=ends[measure],
                 better=int((gap_P > EQUAL).sum()),

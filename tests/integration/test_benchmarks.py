@@ -88,6 +88,24 @@ def test_algorithms_are_compared_and_results_are_not_measured_again(tmp_path: Pa
 
 
 @pytest.mark.full
+def test_algorithms_are_compared_on_a_model_of_reasoning_gym(tmp_path: Path):
+    pytest.importorskip("reasoning_gym")
+    write_toy("qwen3_moe", tmp_path / "toy", ToySize(layers=2), seed=0)
+    out, plot = tmp_path / "real.json", tmp_path / "curves.png"
+    arguments = [
+        "--folder", str(tmp_path / "bench"), "--model", str(tmp_path / "toy"), "--steps", "1", "--plot", str(plot),
+        "rollout.prompts_per_step=2", "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=4",
+        "rollout.num_engines=1", "algorithm.skip_zero_variance=false",
+    ]  # fmt: skip
+    results = figures_of("algorithms_real", out, *arguments)["results"]
+    for name in ("gspo", "grpo"):
+        curve = results[name]["0"]["curve"]
+        assert [step for step, _ in curve] == [0, 1]
+        assert all(0 <= accuracy < 0.2 for _, accuracy in curve)
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.full
 @needs_namespaces
 @pytest.mark.parametrize("task", ["python", "search"])
 def test_a_task_with_tools_is_learned_from_nothing_and_what_is_there_is_not_made_again(tmp_path: Path, task: str):

@@ -319,6 +319,26 @@ def test_what_is_equally_hard_for_both_cancels(tmp_path: Path):
     assert (pair.better, pair.worse) == (400, 0)
 
 
+def test_sets_are_compared_apart_and_together_with_the_measures_that_all_have(tmp_path: Path):
+    record = describe(SETTINGS, Path("m"), {}, {"held": PROMPTS, "other": PROMPTS})
+    folders = []
+    for name, held, other in (("a", [0.0, 1.0, 0.0], [0.5, 0.0, 0.25]), ("b", [1.0, 1.0, 1.0], [0.5, 0.75, 0.0])):
+        folder = evaluation(tmp_path / name, dict(zip("abc", ([reward] for reward in held), strict=True)), record)
+        others = [replace(item(prompt, 0, reward), set="other") for prompt, reward in zip("cab", other, strict=True)]
+        with folder.items.open("a") as lines:
+            lines.writelines(map(to_line, others))
+        folders.append(folder)
+    held, other, together = compare(*folders)
+    assert [(one.name, one.num_prompts) for one in (held, other, together)] == [
+        ("held", 3), ("other", 3), ("all sets", 6)
+    ]  # fmt: skip
+    assert "accuracy" in held.measures
+    assert "accuracy" not in together.measures
+    pair = together.measures["reward_mean"]
+    assert (pair.a, pair.b) == pytest.approx((1.75 / 6, 4.25 / 6))
+    assert (pair.better, pair.worse) == (3, 1)
+
+
 def test_what_cannot_be_paired_is_refused(tmp_path: Path):
     rewards = {name: [1.0] for name in "abc"}
     a = evaluation(tmp_path / "a", rewards)
