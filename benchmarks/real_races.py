@@ -72,8 +72,10 @@ SLIMRL = (
 )
 COMPILED: Mapping[str, Any] = {"config": {"cache_implementation": "static"}, "compile": {"mode": "default"}}
 """TRL's generation with a static cache, which can be compiled"""
-PAGE_TOKENS = 256
-"""Tokens of a page of transformers' cache for continuous batching"""
+PAGE_TOKENS, RUNNING, BATCH_TOKENS = 32, 16, 256
+"""Continuous batching of transformers. Tokens of a page of its cache, of which a prompt fills one that its samples
+share; trajectories of a process at a time, few, since each token is multiplied with the keys of all of them; and tokens
+of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ def _answers(options: Namespace, new_tokens: int, *, fixed: bool) -> WatchedRace
     )
     trajectories = options.prompts * SAMPLES
     # Continuous batching heeds no least length.
-    generation = COMPILED if fixed else {"config": continuous_batching(trajectories, MAX_PROMPT_TOKENS + new_tokens)}
+    generation = COMPILED if fixed else {"config": continuous_batching(MAX_PROMPT_TOKENS + new_tokens)}
     trl = {"max_completion_length": new_tokens}
     if fixed:
         trl["generation_kwargs"] = {"min_new_tokens": new_tokens}
@@ -149,7 +151,7 @@ def with_calculator(options: Namespace) -> WatchedRace:
         write_model_with_tools(options.model, folder / "start")
     slimrl = (
         f"rollout.max_turns={max(TURNS)}",
-        # Of twice as many the keys and values take another gigabyte of each engine.
+        # With 64 the keys and values would take another gigabyte in each engine.
         "rollout.max_concurrency_per_engine=32",
         f"rollout.max_trajectory_tokens={MAX_TRAJECTORY_TOKENS}",
         f"rollout.sampling.max_new_tokens={options.max_new_tokens}",
@@ -162,7 +164,8 @@ def with_calculator(options: Namespace) -> WatchedRace:
         "generation_kwargs": {"max_new_tokens": options.max_new_tokens},
         "max_tool_calling_iterations": max(TURNS) - 1,
     }
-    generation = continuous_batching(options.prompts * SAMPLES, MAX_PROMPT_TOKENS + MAX_TRAJECTORY_TOKENS)
+    # TRL looks at the limit of a trajectory before a turn, which then goes on to its own.
+    generation = continuous_batching(MAX_TRAJECTORY_TOKENS + options.max_new_tokens)
     return WatchedRace(
         model=after_cold_start(folder, folder / "start", options.sft_updates, SFT),
         prompts=folder / "data" / "train.jsonl",
@@ -176,20 +179,20 @@ def with_calculator(options: Namespace) -> WatchedRace:
     )
 
 
-def continuous_batching(trajectories: int, max_tokens: int) -> Mapping[str, Any]:
-    """TRL's words for generation in which a finished trajectory leaves the batch, all of a process at once.
+def continuous_batching(max_tokens: int) -> Mapping[str, Any]:
+    """TRL's words for generation in which a finished trajectory leaves the batch and another one takes its place.
 
     Args:
-        trajectories: of a step.
-        max_tokens: of a trajectory with its prompt. Left to itself, the cache takes most of the memory.
+        max_tokens: of a trajectory with its prompt.
     """
-    running = trajectories // NUM_RANKS
     return {
         "use_transformers_continuous_batching": True,
         "transformers_continuous_batching_config": {
-            "num_blocks": running * -(-max_tokens // PAGE_TOKENS),
-            "max_requests_per_batch": running,
-            "max_batch_tokens": 256,
+            "page_size": PAGE_TOKENS,
+            # Left to itself, the cache takes most of the memory, and a batch a mask of gigabytes.
+            "num_blocks": RUNNING * -(-max_tokens // PAGE_TOKENS),
+            "max_requests_per_batch": RUNNING,
+            "max_batch_tokens": BATCH_TOKENS,
         },
     }
 

@@ -66,7 +66,7 @@ def compare(
     """Compare two evaluations prompt by prompt: the difference B - A with its interval."""
     from slimrl.base.output_file import check_output_file
     from slimrl.evaluation.answer_rows import answer_rows
-    from slimrl.evaluation.comparison import compare
+    from slimrl.evaluation.comparison import ALL_SETS, compare
     from slimrl.evaluation.folder import EvalFolder
     from slimrl.evaluation.tables import print_answers, print_comparison
 
@@ -78,4 +78,5 @@ def compare(
         print_answers(answer_rows(EvalFolder(a), EvalFolder(b), answers))
     if json_file is not None:
         sets = {one.name: asdict(one) for one in comparisons}
-        json_file.write_text(json.dumps({"a": str(a), "b": str(b), "sets": sets}, indent=2) + "\n")
+        figures = {"a": str(a), "b": str(b), "together": sets.pop(ALL_SETS, None), "sets": sets}
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")

@@ -159,7 +159,7 @@ def test_two_evaluations_are_compared_where_a_recipe_could_stand(monkeypatch, tm
     report = tmp_path / "deep" / "report.json"
     result = CliRunner().invoke(cli.app, ["eval", "compare", "x", "y", "--json-file", str(report)])
     assert (result.exit_code, asked) == (0, [(Path("x"), Path("y"))])
-    assert json.loads(report.read_text()) == {"a": "x", "b": "y", "sets": {}}
+    assert json.loads(report.read_text()) == {"a": "x", "b": "y", "together": None, "sets": {}}
     for arguments in (["eval"], ["eval", "--checkpoint", "hf"]):
         assert "Missing argument 'RECIPE'" in CliRunner().invoke(cli.app, arguments).output
     assert "--checkpoint" in CliRunner().invoke(cli.app, ["eval", "--help"]).output
