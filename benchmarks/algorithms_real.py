@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="the recipe, such as that in bfloat16")
     parser.add_argument("--json", type=Path, help="the curves")
     parser.add_argument("--plot", type=Path, help="PNG of the curves")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of every run")
     options = parser.parse_args()
     results: dict[str, dict[str, Any]] = {name: {"0": {"curve": curve_of(learn(name, options))}} for name in CASES}

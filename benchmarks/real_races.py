@@ -48,10 +48,11 @@ LENGTHS = (1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 9, 11, 14, 19, 28, 56)
 MAX_TRAJECTORY_TOKENS = 768
 """Limit of a trajectory with the calculator and its prompt; 99 of 100 demonstrations have fewer"""
 SFT_UPDATES, SFT_CONVERSATIONS = 24, 400
+LONGEST_DEMONSTRATION = 1024
 SFT = (
-    f"sft.max_tokens={MAX_TRAJECTORY_TOKENS}",
+    f"sft.max_tokens={LONGEST_DEMONSTRATION}",
     "sft.batch_conversations=8",
-    f"trainer.max_tokens_per_rank={MAX_TRAJECTORY_TOKENS}",
+    f"trainer.max_tokens_per_rank={LONGEST_DEMONSTRATION}",
     "trainer.optimizer.lr=3e-4",
     "trainer.optimizer.min_lr=3e-5",
     "checkpoint.every_steps=6",
@@ -70,6 +71,8 @@ SLIMRL = (
     f"trainer.optimizer.lr={LEARNING_RATE}",
     "trainer.optimizer.min_lr=0",
 )
+HALF_AT_A_TIME = "rollout.max_concurrency_per_engine=32"
+"""With 64 the keys and values take two more gigabytes in each engine, and 24 GiB are not enough for a checkpoint."""
 COMPILED: Mapping[str, Any] = {"config": {"cache_implementation": "static"}, "compile": {"mode": "default"}}
 """TRL's generation with a static cache, which can be compiled"""
 PAGE_TOKENS, RUNNING, BATCH_TOKENS = 32, 16, 256
@@ -122,6 +125,7 @@ def _answers(options: Namespace, new_tokens: int, *, fixed: bool) -> WatchedRace
         f"rollout.sampling.max_new_tokens={new_tokens}",
         f"rollout.sampling.ignore_end_of_turn={str(fixed).lower()}",
         f"rollout.max_trajectory_tokens={MAX_PROMPT_TOKENS + new_tokens}",
+        *(() if fixed else (HALF_AT_A_TIME,)),
     )
     trajectories = options.prompts * SAMPLES
     # Continuous batching heeds no least length.
@@ -151,8 +155,7 @@ def with_calculator(options: Namespace) -> WatchedRace:
         write_model_with_tools(options.model, folder / "start")
     slimrl = (
         f"rollout.max_turns={max(TURNS)}",
-        # With 64 the keys and values would take another gigabyte in each engine.
-        "rollout.max_concurrency_per_engine=32",
+        HALF_AT_A_TIME,
         f"rollout.max_trajectory_tokens={MAX_TRAJECTORY_TOKENS}",
         f"rollout.sampling.max_new_tokens={options.max_new_tokens}",
         "rollout.sampling.ignore_end_of_turn=false",
