@@ -34,5 +34,6 @@ def _apart(name: str, config: Any) -> str:
 _RENAMES: dict[str, Callable[[str, Any], str]] = {
     "DeepseekV3ForCausalLMNextN": _numbered,
     "Glm4MoeForCausalLMNextN": _numbered,
+    "Glm4MoeLiteForCausalLMNextN": _numbered,
     "Qwen3NextForCausalLMMTP": _apart,
 }

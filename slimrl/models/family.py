@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slimrl.data.model_weights import TensorSpec
-from slimrl.models.families import deepseek_v3, glm4_moe, llama, qwen2, qwen3, qwen3_moe, qwen3_next
+from slimrl.models.families import deepseek_v3, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import WeightMap
@@ -33,6 +33,8 @@ class Family:
     """Whether its models may have layers for multi-token prediction."""
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
+    unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
+    """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
     call_parsers: tuple[str, ...]
     """SGLang's parsers of the calls that its models write. A model's is the first that reads what its chat template
     writes."""
@@ -65,6 +67,14 @@ FAMILIES = (
     Family(name="llama", model_types=("llama",), module=llama, call_parsers=("llama3", "pythonic", "hermes")),
     Family(name="glm4_moe", model_types=("glm4_moe",), module=glm4_moe, has_mtp=True, call_parsers=("glm45", "glm47")),
     Family(
+        name="glm4_moe_lite",
+        model_types=("glm4_moe_lite",),
+        module=glm4_moe_lite,
+        has_mtp=True,
+        unserved=glm4_moe_lite.unserved,
+        call_parsers=("glm47", "glm45"),
+    ),
+    Family(
         name="deepseek_v3",
         model_types=("deepseek_v3", "kimi_k2"),
         module=deepseek_v3,
@@ -77,6 +87,7 @@ FAMILIES = (
         module=qwen3_next,
         has_mtp=True,
         linear_attention=True,
+        unserved=qwen3_next.unserved,
         call_parsers=("qwen25", "qwen3_coder"),
     ),
 )

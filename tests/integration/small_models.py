@@ -107,6 +107,8 @@ _LLAMA3_ROPE = {
     "rope_theta": 200_000.0,
 }
 
+_WITHOUT_GROUPS = {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_HEADS_OF_16},
     "qwen3_tied": {"model_type": "qwen3", **_HEADS_OF_16, "tie_word_embeddings": True},
@@ -140,12 +142,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_DEEPSEEK_V3,
         "rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "beta_slow": 2.0},
     },
+    "glm4_moe_lite": {
+        **_WITHOUT_GROUPS,
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "rms_norm_eps": 1e-6,
+    },
     "moonlight": {
-        **_DEEPSEEK_V3,
+        **_WITHOUT_GROUPS,
         "q_lora_rank": None,
         "n_shared_experts": 2,
-        "n_group": 1,
-        "topk_group": 1,
         "num_experts_per_tok": 3,
         "first_k_dense_replace": 2,
         "routed_scaling_factor": 2.446,
