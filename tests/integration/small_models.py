@@ -165,10 +165,12 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
     config = {**CONFIGS[name], **changes}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    whole = model.config.to_dict()
+    zero_centred = family_of(whole).megatron_config(whole).transformer.get("layernorm_zero_centered_gamma", False)
     for tensor_name, parameter in model.named_parameters():
         if "norm" in tensor_name:
-            # Qwen3-Next's norms, but for those of its delta nets, multiply by 1 + weight.
-            centred = config["model_type"] == "qwen3_next" and "linear_attn" not in tensor_name
+            # Norms of delta nets multiply by the weight in any model.
+            centred = zero_centred and "linear_attn" not in tensor_name
             torch.nn.init.normal_(parameter, 0.0 if centred else 1.0, 0.1)
         elif tensor_name.endswith("bias"):
             torch.nn.init.normal_(parameter, 0.0, 0.3)

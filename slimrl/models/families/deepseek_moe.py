@@ -96,9 +96,11 @@ def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
 def _dense_layers(hf_config: dict[str, Any]) -> int:
     """Raises ValueError if the config does not say it, says it twice, or has dense layers after one with experts."""
     kinds, count = required(hf_config, "mlp_layer_types", "first_k_dense_replace"), num_dense_layers(hf_config)
-    layers = len(all_layers(hf_config))
-    if isinstance(kinds, list) and kinds != ["dense"] * count + ["sparse"] * (layers - count):
-        raise ValueError(f"config.json: mlp_layer_types: {kinds}: {count} dense layers and {layers - count} sparse ones are supported")
+    expected = ["dense"] * count + ["sparse"] * (len(all_layers(hf_config)) - count)
+    if isinstance(kinds, list) and kinds != expected:
+        raise ValueError(
+            f"config.json: mlp_layer_types: {kinds} is not supported, only dense layers before sparse ones"
+        )
     return count
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
-from slimrl.models.draft import draft_specs
-from slimrl.models.draft_layout import layer_name
-from slimrl.models.engine_layout import EngineShape, engine_slices
+from slimrl.models.draft import draft_specs, layer_name
+from slimrl.models.engine_layout import engine_slices
+from slimrl.models.engine_slice import EngineShape
 
 MIXTURE = ["experts.w13_weight", "experts.w2_weight", "gate.weight"]
 SIGMOID = [*MIXTURE, "gate.e_score_correction_bias", "shared_experts.gate_up_proj.weight"]
