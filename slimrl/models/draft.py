@@ -37,7 +37,6 @@ def layer_name(model_class: str, config: Any, name: str) -> str:
         model_class: name of the class of SGLang's model. The names of other models than drafts stay as they are.
         config: the Hugging Face config that the model has.
     """
-    drafts = {family.draft.model_class: family.draft for family in FAMILIES if family.draft is not None}
-    if model_class not in drafts or name in _SHARED:
-        return name
-    return drafts[model_class].layer_name(name, config)
+    drafts = (family.draft for family in FAMILIES if family.draft is not None)
+    draft = next((draft for draft in drafts if draft.model_class == model_class), None)
+    return name if draft is None or name in _SHARED else draft.layer_name(name, config)

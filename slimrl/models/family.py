@@ -16,11 +16,6 @@ from slimrl.models.weight_map import WeightMap
 class FamilyModule(Protocol):
     """What a file of `families/` defines."""
 
-    @property
-    def has_mtp(self) -> bool:
-        """Whether its models may have layers for multi-token prediction."""
-        return self.draft is not None
-
     def megatron_config(self, hf_config: dict[str, Any]) -> MegatronModelConfig: ...
 
     @property
@@ -47,6 +42,11 @@ class Family:
     call_parsers: tuple[str, ...]
     """SGLang's parsers of the calls that its models write. A model's is the first that reads what its chat template
     writes."""
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether its models may have layers for multi-token prediction."""
+        return self.draft is not None
 
     def megatron_config(self, hf_config: dict[str, Any]) -> MegatronModelConfig:
         """Megatron's configuration of a model. Raises ValueError naming what in the config is not supported."""
@@ -100,9 +100,7 @@ FAMILIES = (
         name="qwen3_next",
         model_types=("qwen3_next",),
         module=qwen3_next,
-        draft=DraftModel(
-            model_class="Qwen3NextForCausalLMMTP", layer_name=lambda name, config: f"mtp.{name.removeprefix('model.')}"
-        ),
+        draft=DraftModel(model_class="Qwen3NextForCausalLMMTP", layer_name=qwen3_next.draft_layer_name),
         linear_attention=True,
         unserved=qwen3_next.unserved,
         engine_rules=qwen3_next.ENGINE_RULES,

@@ -122,7 +122,7 @@ def _deepseek_v3(size: ToySize) -> dict[str, Any]:
         "qk_nope_head_dim": size.head_dim,
         "qk_rope_head_dim": size.head_dim // 2,
         "v_head_dim": size.head_dim,
-        # yarn as in the published model; SGLang has nothing else for this family on a CPU.
+        # yarn as in the published model
         "rope_scaling": {
             "type": "yarn",
             "factor": 4,

@@ -145,6 +145,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {
         **_WITHOUT_GROUPS,
         "model_type": "glm4_moe_lite",
+        # What transformers saves in its place.
+        "first_k_dense_replace": None,
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         "rms_norm_eps": 1e-6,
     },

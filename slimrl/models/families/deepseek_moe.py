@@ -1,6 +1,6 @@
 """Experts as DeepSeek-V3 and GLM-4.5 have them: sigmoid scores, an expert bias, shared experts.
 
-The first `first_k_dense_replace` layers have an MLP instead.
+The first `first_k_dense_replace` layers, or those that `mlp_layer_types` calls dense, have an MLP instead.
 """
 
 from collections.abc import Callable
@@ -94,12 +94,14 @@ def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
 
 
 def _dense_layers(hf_config: dict[str, Any]) -> int:
-    """Raises ValueError if the config does not say it, says it twice, or has dense layers after one with experts."""
-    kinds, count = required(hf_config, "mlp_layer_types", "first_k_dense_replace"), num_dense_layers(hf_config)
+    """Raises ValueError if the config does not say how many there are, or lists others than the first ones."""
+    required(hf_config, "first_k_dense_replace", "mlp_layer_types")
+    count, kinds = num_dense_layers(hf_config), hf_config.get("mlp_layer_types")
     expected = ["dense"] * count + ["sparse"] * (len(all_layers(hf_config)) - count)
-    if isinstance(kinds, list) and kinds != expected:
+    if kinds is not None and kinds != expected:
         raise ValueError(
-            f"config.json: mlp_layer_types: {kinds} is not supported, only dense layers before sparse ones"
+            f"config.json: mlp_layer_types: {kinds}: with first_k_dense_replace: "
+            f"{hf_config.get('first_k_dense_replace')} only {count} dense layers before sparse ones are supported"
         )
     return count
 

@@ -226,6 +226,11 @@ def _delta_net_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
+def draft_layer_name(name: str, config: Any) -> str:
+    """The name in the layer that the checkpoint calls `mtp`."""
+    return f"mtp.{name.removeprefix('model.')}"
+
+
 def _gated_qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     """Slices of an attention projection, which SGLang holds in the layer itself; each query head has a gate
     of its output."""

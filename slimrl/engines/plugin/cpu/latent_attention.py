@@ -2,7 +2,7 @@
 
 The cache holds latents. For a prompt without a cached prefix SGLang expands them to keys and values of each head and
 expects its backend to take those as they come; torch_native reads what it attends to from the cache.
-For positions SGLang has DeepSeek-V3's scaling alone on a CPU, and Moonlight and GLM-5 have none.
+For positions SGLang has DeepSeek-V3's scaling alone on a CPU, and Moonlight has none.
 """
 
 from collections.abc import Callable
