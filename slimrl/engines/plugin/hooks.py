@@ -1,11 +1,11 @@
 """What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
 
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
-fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token
-that a pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of
-gated delta nets in the engine's precision (norm_dtype.py), derived weights of a draft model (draft_weights.py), the check of the run's key (key_check.py), the
-same for sockets between its processes (socket_keys.py), and no files of SGLang left in /dev/shm: they are unlinked
-early, or named so that slimrl removes them.
+fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token that a
+pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of gated
+delta nets in the engine's precision (norm_dtype.py), derived weights of a draft model (draft_weights.py), the check of
+the run's key (key_check.py), the same for sockets between its processes (socket_keys.py), and no files of SGLang left
+in /dev/shm: they are unlinked early, or named so that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, norms and rotary embeddings in fewer
 operations, products with packed weights, gates, seeded sampling without a compiler, no pinning of host memory, no
 padding of heads, and sums that NCCL would scatter. No file of SGLang is changed.
