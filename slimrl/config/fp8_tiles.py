@@ -13,7 +13,14 @@ from functools import partial
 from math import lcm
 from typing import Any
 
-from slimrl.config.hf_config import expert_columns, first_of, num_experts, num_kv_heads, shared_columns
+from slimrl.config.hf_config import (
+    expert_columns,
+    first_of,
+    num_dense_layers,
+    num_experts,
+    num_kv_heads,
+    shared_columns,
+)
 from slimrl.config.problems import Violation
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
@@ -112,7 +119,7 @@ def _shards(hf_config: dict[str, Any], *, attention_ranks: int, ranks: int, expe
     many ranks."""
     layers, experts = first_of(hf_config, "num_hidden_layers"), num_experts(hf_config)
     yield from _attention(hf_config, range(layers), attention_ranks)
-    num_dense = first_of(hf_config, "first_k_dense_replace") if experts else layers
+    num_dense = num_dense_layers(hf_config) if experts else layers
     dense, columns = range(num_dense), first_of(hf_config, "intermediate_size")
     yield Shard(noun="columns of a dense layer", module="mlp.gate_proj", layers=dense, size=columns, ranks=ranks)
     if not experts:

@@ -39,6 +39,15 @@ def expert_columns(hf_config: dict[str, Any]) -> int:
     return first_of(hf_config, "moe_intermediate_size", "intermediate_size")
 
 
+def num_dense_layers(hf_config: dict[str, Any]) -> int:
+    """Layers at the beginning of a model with experts that have an MLP instead, by the key of DeepSeek-V3 or by the
+    list that transformers 5 saves in its place; 0 where neither is there."""
+    if hf_config.get("first_k_dense_replace") is not None:
+        return int(hf_config["first_k_dense_replace"])
+    kinds = hf_config.get("mlp_layer_types") or []
+    return next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+
+
 def shared_columns(hf_config: dict[str, Any]) -> int:
     """Intermediate size of the shared experts together; 0 if there are none."""
     own = first_of(hf_config, "shared_expert_intermediate_size")

@@ -5,7 +5,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from slimrl.config.hf_config import expert_columns, first_of, num_experts, num_kv_heads, shared_columns
+from slimrl.config.hf_config import (
+    expert_columns,
+    first_of,
+    num_dense_layers,
+    num_experts,
+    num_kv_heads,
+    shared_columns,
+)
 from slimrl.config.load import trains
 from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema.recipe import Recipe
@@ -63,8 +70,8 @@ def _tensor(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     ]
     if experts:
         sharded.append((shared_columns(hf_config), "columns of the shared experts"))
-    mixed = ("first_k_dense_replace", "mlp_only_layers")
-    if not experts or any(map(hf_config.get, mixed)) or first_of(hf_config, "decoder_sparse_step") > 1:
+    mixed = num_dense_layers(hf_config) or hf_config.get("mlp_only_layers")
+    if not experts or mixed or first_of(hf_config, "decoder_sparse_step") > 1:
         sharded.append((dense_columns, "columns of a dense layer" if experts else "intermediate columns"))
 
     def fits(size: int, context: int = parallel.context) -> bool:

@@ -229,7 +229,7 @@ OF_THE_LAYOUT = table(
         }.items()
     ),
 )
-"""Fields that lay out weights in ways that models/engine_layout.py does not describe."""
+"""Fields that lay out weights in ways that models/engine_rules.py and the families do not describe."""
 
 OF_SAMPLING = table(
     judged(

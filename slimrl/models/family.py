@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slimrl.data.model_weights import TensorSpec
-from slimrl.models.families import deepseek_v3, glm4_moe, llama, qwen2, qwen3, qwen3_moe, qwen3_next
+from slimrl.models.engine_slice import EngineRule
+from slimrl.models.families import deepseek_v3, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe, qwen3_next
+from slimrl.models.families.mtp import DraftModel, numbered_layer_name
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.weight_map import WeightMap
@@ -29,13 +31,22 @@ class Family:
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json that belong to the family."""
     module: FamilyModule
-    has_mtp: bool = False
-    """Whether its models may have layers for multi-token prediction."""
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
+    unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
+    """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
+    draft: DraftModel | None = None
+    """SGLang's model of its layers for multi-token prediction; None if none of its models has any."""
+    engine_rules: tuple[EngineRule, ...] = ()
+    """What parameters of SGLang's model hold, where the rules that families share do not say it or are wrong."""
     call_parsers: tuple[str, ...]
     """SGLang's parsers of the calls that its models write. A model's is the first that reads what its chat template
     writes."""
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether its models may have layers for multi-token prediction."""
+        return self.draft is not None
 
     def megatron_config(self, hf_config: dict[str, Any]) -> MegatronModelConfig:
         """Megatron's configuration of a model. Raises ValueError naming what in the config is not supported."""
@@ -63,20 +74,36 @@ FAMILIES = (
     Family(name="qwen3_moe", model_types=("qwen3_moe",), module=qwen3_moe, call_parsers=("qwen25", "qwen3_coder")),
     Family(name="qwen2", model_types=("qwen2",), module=qwen2, call_parsers=("qwen25", "hermes")),
     Family(name="llama", model_types=("llama",), module=llama, call_parsers=("llama3", "pythonic", "hermes")),
-    Family(name="glm4_moe", model_types=("glm4_moe",), module=glm4_moe, has_mtp=True, call_parsers=("glm45", "glm47")),
+    Family(
+        name="glm4_moe",
+        model_types=("glm4_moe",),
+        module=glm4_moe,
+        draft=DraftModel(model_class="Glm4MoeForCausalLMNextN", layer_name=numbered_layer_name),
+        call_parsers=("glm45", "glm47"),
+    ),
+    Family(
+        name="glm4_moe_lite",
+        model_types=("glm4_moe_lite",),
+        module=glm4_moe_lite,
+        draft=DraftModel(model_class="Glm4MoeLiteForCausalLMNextN", layer_name=numbered_layer_name),
+        unserved=glm4_moe_lite.unserved,
+        call_parsers=("glm47", "glm45"),
+    ),
     Family(
         name="deepseek_v3",
         model_types=("deepseek_v3", "kimi_k2"),
         module=deepseek_v3,
-        has_mtp=True,
+        draft=DraftModel(model_class="DeepseekV3ForCausalLMNextN", layer_name=numbered_layer_name),
         call_parsers=("deepseekv31", "deepseekv3", "kimi_k2"),
     ),
     Family(
         name="qwen3_next",
         model_types=("qwen3_next",),
         module=qwen3_next,
-        has_mtp=True,
+        draft=DraftModel(model_class="Qwen3NextForCausalLMMTP", layer_name=qwen3_next.draft_layer_name),
         linear_attention=True,
+        unserved=qwen3_next.unserved,
+        engine_rules=qwen3_next.ENGINE_RULES,
         call_parsers=("qwen25", "qwen3_coder"),
     ),
 )
@@ -100,3 +127,8 @@ def has_linear_attention(hf_config: dict[str, Any]) -> bool:
     """Whether the model has gated delta nets; False for one that is not supported."""
     model_type = hf_config.get("model_type")
     return any(family.linear_attention and model_type in family.model_types for family in FAMILIES)
+
+
+def engine_rules_of(model_type: str) -> tuple[EngineRule, ...]:
+    """The rules of the family alone; none for one that is not supported."""
+    return next((family.engine_rules for family in FAMILIES if model_type in family.model_types), ())

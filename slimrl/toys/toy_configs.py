@@ -122,7 +122,7 @@ def _deepseek_v3(size: ToySize) -> dict[str, Any]:
         "qk_nope_head_dim": size.head_dim,
         "qk_rope_head_dim": size.head_dim // 2,
         "v_head_dim": size.head_dim,
-        # yarn as in the published model; SGLang has nothing else for this family on a CPU.
+        # yarn as in the published model
         "rope_scaling": {
             "type": "yarn",
             "factor": 4,
@@ -135,6 +135,13 @@ def _deepseek_v3(size: ToySize) -> dict[str, Any]:
     }
 
 
+def _glm4_moe_lite(size: ToySize) -> dict[str, Any]:
+    """The same without scaling of positions."""
+    others = ("architectures", "model_type", "moe_layer_freq", "scoring_func", "rope_scaling")
+    own = {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+    return own | {name: value for name, value in _deepseek_v3(size).items() if name not in others}
+
+
 TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3": lambda size: _decoder(size, "Qwen3ForCausalLM", "qwen3"),
@@ -145,6 +152,7 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     ),
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
     "qwen3_next": _qwen3_next,
 }
 """Function that makes the config of each family, by the family's name."""

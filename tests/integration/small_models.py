@@ -107,6 +107,8 @@ _LLAMA3_ROPE = {
     "rope_theta": 200_000.0,
 }
 
+_WITHOUT_GROUPS = {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_HEADS_OF_16},
     "qwen3_tied": {"model_type": "qwen3", **_HEADS_OF_16, "tie_word_embeddings": True},
@@ -140,12 +142,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_DEEPSEEK_V3,
         "rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "beta_slow": 2.0},
     },
+    "glm4_moe_lite": {
+        **_WITHOUT_GROUPS,
+        "model_type": "glm4_moe_lite",
+        # What transformers saves in its place.
+        "first_k_dense_replace": None,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "rms_norm_eps": 1e-6,
+    },
     "moonlight": {
-        **_DEEPSEEK_V3,
+        **_WITHOUT_GROUPS,
         "q_lora_rank": None,
         "n_shared_experts": 2,
-        "n_group": 1,
-        "topk_group": 1,
         "num_experts_per_tok": 3,
         "first_k_dense_replace": 2,
         "routed_scaling_factor": 2.446,
@@ -159,10 +167,12 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
     config = {**CONFIGS[name], **changes}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    whole = model.config.to_dict()
+    zero_centred = family_of(whole).megatron_config(whole).transformer.get("layernorm_zero_centered_gamma", False)
     for tensor_name, parameter in model.named_parameters():
         if "norm" in tensor_name:
-            # Qwen3-Next's norms, but for those of its delta nets, multiply by 1 + weight.
-            centred = config["model_type"] == "qwen3_next" and "linear_attn" not in tensor_name
+            # Norms of delta nets multiply by the weight in any model.
+            centred = zero_centred and "linear_attn" not in tensor_name
             torch.nn.init.normal_(parameter, 0.0 if centred else 1.0, 0.1)
         elif tensor_name.endswith("bias"):
             torch.nn.init.normal_(parameter, 0.0, 0.3)

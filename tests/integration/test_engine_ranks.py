@@ -1,5 +1,6 @@
 """Engines of several ranks: what they compute, and which weights they say that they hold."""
 
+import json
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
 from slimrl.models.fingerprint import fingerprint
+from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -23,7 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next")
+FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next")
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -61,6 +63,19 @@ def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weig
 ):
     path = tmp_path / "model"
     write_toy(family, path, SIZE, seed=0)
+    compare_engine(path, tensor, expert, groups)
+
+
+def test_an_engine_computes_positions_that_are_not_scaled(tmp_path):
+    path = tmp_path / "model"
+    write_toy("deepseek_v3", path, SIZE, seed=0)
+    # As in Moonlight; toys of this family have scaled positions.
+    (path / "config.json").write_text(json.dumps(read_hf_config(path) | {"rope_scaling": None}))
+    compare_engine(path)
+
+
+def compare_engine(path, tensor=1, expert=1, groups=1):
+    """Log-probs and fingerprints of an engine with these numbers of ranks, against the checkpoint's in transformers."""
     rollout = RolloutConfig(
         engine_tp=tensor,
         engine_ep=expert,
@@ -68,7 +83,7 @@ def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weig
         max_trajectory_tokens=128,
         sglang={"max_total_tokens": 4096},
     )
-    server = EngineServer(0, rollout, path, tmp_path / "engine.log", precision=Precision.fp32, key=KEY)
+    server = EngineServer(0, rollout, path, path.parent / "engine.log", precision=Precision.fp32, key=KEY)
     try:
         server.wait_ready()
         # A request of one or two tokens has too few pairs of token and expert for the batched products.

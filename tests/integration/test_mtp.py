@@ -40,7 +40,7 @@ from slimrl.trainer.worker import TrainerWorker
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LAYERS = 2
-FAMILIES = ["deepseek_v3", "glm4_moe"]
+FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe_lite"]
 QUICK = {name: MOE_LAYOUTS_OF_2[name] for name in ("tp2_sp_etp2", "pp2", "ep2")}
 TEMPERATURE, WEIGHT = 0.7, 0.3
 

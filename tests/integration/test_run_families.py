@@ -19,6 +19,7 @@ GROUPED = ["rollout.engine_tp=2", "rollout.engine_ep=2", "rollout.engine_attenti
     ("family", "settings"),
     [
         ("glm4_moe", []),
+        ("glm4_moe_lite", []),
         ("deepseek_v3", []),
         ("qwen3_next", ["rollout.routed_experts=true"]),
         ("deepseek_v3", GROUPED),

@@ -21,7 +21,8 @@ from slimrl.engines.plugin.bucket_loader import (
     update,
 )
 from slimrl.engines.plugin.weight_fingerprints import fingerprints, rank_hashes
-from slimrl.models.engine_layout import EngineShape, engine_slices
+from slimrl.models.engine_layout import engine_slices
+from slimrl.models.engine_slice import EngineShape
 from slimrl.models.fingerprint import fingerprint
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer
 
@@ -129,9 +130,9 @@ def test_the_hashes_of_all_ranks_add_up_to_the_fingerprints_of_whole_tensors(wor
 
 
 NEXT = SimpleNamespace(
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB, num_experts=EXPERTS, moe_intermediate_size=INNER,
-    shared_expert_intermediate_size=12, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=2,
-    linear_value_head_dim=3,
+    model_type="qwen3_next", num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB, num_experts=EXPERTS,
+    moe_intermediate_size=INNER, shared_expert_intermediate_size=12, linear_num_key_heads=4,
+    linear_num_value_heads=8, linear_key_head_dim=2, linear_value_head_dim=3,
 )  # fmt: skip
 KEYS, VALUES = 4 * 2, 8 * 3
 

@@ -107,6 +107,24 @@ def test_a_qwen3_next_that_transformers_5_has_saved_is_served_once_it_has_the_ke
     assert unserved({**half, **added}) == message.format("partial_rotary_factor: 0.5")
 
 
+def test_a_glm4_moe_lite_says_how_many_layers_are_dense_where_sglang_reads_it():
+    released = {**published_config("GLM-4.7-Flash"), "num_hidden_layers": 4}
+    family = family_of(released)
+    assert family.unserved(released) is None
+    saved = {**released, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": None}
+    message = (
+        "SGLang does not read mlp_layer_types of a glm4_moe_lite. Set first_k_dense_replace: 2 in config.json too."
+    )
+    assert family.unserved(saved) == message
+    assert family.megatron_config(saved).transformer["moe_layer_freq"] == [0, 0, 1, 1]
+    assert family.unserved({**saved, "first_k_dense_replace": 2}) is None
+    for given in (0, 1):
+        with pytest.raises(ValueError, match=f"first_k_dense_replace: {given} only {given} dense layers before"):
+            family.megatron_config({**saved, "first_k_dense_replace": given})
+    with pytest.raises(ValueError, match="no first_k_dense_replace or mlp_layer_types"):
+        family.megatron_config({**released, "first_k_dense_replace": None})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

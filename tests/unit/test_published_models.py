@@ -50,6 +50,7 @@ COUNTED = {
     "Qwen3-30B-A3B": 18_867,
     "DeepSeek-V3": 91_991,
     "Kimi-K2": 139_644,
+    "GLM-4.7-Flash": 9_703,
     "Moonlight-16B-A3B": 5_317 + 27,
     "Llama-3-8B": 291,
 }

@@ -31,6 +31,7 @@ LARGE = {
     "deepseek_v3/kimi_k2": "Kimi-K2",
     "glm4_moe/glm_4_5_air": "GLM-4.5-Air",
     "glm4_moe/glm_4_5": "GLM-4.5",
+    "glm4_moe_lite/glm_4_7_flash": "GLM-4.7-Flash",
 }
 """Start of the recipe's name -> the published model."""
 

@@ -35,7 +35,7 @@ def test_transformers_loads_the_toy_with_every_weight_and_its_chat_template(tmp_
     assert torch.isfinite(model(ids).logits).all()
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
 def test_layers_for_multi_token_prediction_are_whole_and_repeat_the_embedding(tmp_path, family):
     write_toy(family, tmp_path / "toy", replace(SMALL, mtp_layers=1), seed=1)
     check_checkpoint(tmp_path / "toy")

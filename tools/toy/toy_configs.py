@@ -25,7 +25,7 @@ def toy_config(family: str, size: ToySize) -> dict[str, Any]:
         raise ValueError(f"--head-dim {size.head_dim} is odd; rotary embeddings need pairs")
     if "num_nextn_predict_layers" not in config and size.mtp_layers:
         raise ValueError(f"--mtp-layers {size.mtp_layers}: {family} has no layers for multi-token prediction")
-    if family in ("glm4_moe", "deepseek_v3") and size.head_dim % 4:
+    if family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3") and size.head_dim % 4:
         raise ValueError(f"--head-dim {size.head_dim}: {family} rotates half of them, in pairs; use a multiple of 4")
     if family == "deepseek_v3" and size.max_position % 4:
         raise ValueError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slimrl.engines.plugin.bucket_receiver import EngineRanks, EngineReceivers
-    from slimrl.models.engine_layout import EngineSlice
+    from slimrl.models.engine_slice import EngineSlice
 
 _KEY = "slimrl_segment"
 _OPEN = "slimrl_open_version"
@@ -141,7 +141,7 @@ def load_bucket(model: Any, buffer: "Tensor", parts: Sequence[TensorPart]) -> No
 
 def named_parameters(model: Any) -> "Iterator[tuple[str, Tensor]]":
     """An engine's parameters by the names that engine_layout.py knows, also those of a draft model."""
-    from slimrl.models.draft_layout import layer_name
+    from slimrl.models.draft import layer_name
 
     for name, parameter in model.named_parameters():
         yield layer_name(type(model).__name__, model.config, name), parameter
@@ -169,7 +169,8 @@ def load_rows(model: Any, parts: "Sequence[tuple[TensorPart, Tensor]]") -> None:
     import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from slimrl.models.engine_layout import EngineShape, engine_slices
+    from slimrl.models.engine_layout import engine_slices
+    from slimrl.models.engine_slice import EngineShape
 
     parallel = get_parallel()
     rank, num_ranks = parallel.tp_group.rank_in_group, parallel.tp_group.world_size

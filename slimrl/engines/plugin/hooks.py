@@ -1,11 +1,11 @@
 """What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
 
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
-fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token
-that a pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of
-gated delta nets in the engine's precision (norm_dtype.py), the check of the run's key (key_check.py), the
-same for sockets between its processes (socket_keys.py), and no files of SGLang left in /dev/shm: they are unlinked
-early, or named so that slimrl removes them.
+fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token that a
+pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of gated
+delta nets in the engine's precision (norm_dtype.py), derived weights of a draft model (draft_weights.py), the check of
+the run's key (key_check.py), the same for sockets between its processes (socket_keys.py), and no files of SGLang left
+in /dev/shm: they are unlinked early, or named so that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, norms and rotary embeddings in fewer
 operations, products with packed weights, gates, seeded sampling without a compiler, no pinning of host memory, no
 padding of heads, and sums that NCCL would scatter. No file of SGLang is changed.
@@ -34,6 +34,7 @@ _KEY_CHECK = "sglang.srt.utils.auth.add_api_key_middleware"
 _SOCKET = "zmq.sugar.socket.Socket"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
+_GLM_DRAFT = "sglang.srt.models.glm4_moe_lite_nextn.Glm4MoeLiteForCausalLMNextN"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _NORM = "sglang.srt.layers.layernorm.RMSNorm"
 _ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
@@ -80,6 +81,7 @@ def hooks() -> list[Hook]:
     from slimrl.engines.plugin import (
         bucket_loader,
         dequantized_loading,
+        draft_weights,
         key_check,
         norm_dtype,
         scheduler,
@@ -98,6 +100,7 @@ def hooks() -> list[Hook]:
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
+        (f"{_GLM_DRAFT}.post_load_weights", "around", draft_weights.around_post_load),
         (f"{_SCHEDULER}.init_idle_sleeper", "after", scheduler.after_init_idle_sleeper),
         (f"{_SCHEDULER}._add_request_to_queue", "after", scheduler.after_add_request_to_queue),
         (f"{_SCHEDULER}.record_weight_version_change", "around", scheduler.around_version_change),
@@ -136,6 +139,7 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}._run_sdpa_forward_decode", "around", batched_attention.around_decode),
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
+        ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "around", latent_attention.around_rope),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
         (f"{_NORM}.forward_native", "around", native_layers.around_rms_norm),
         (f"{_ROTARY}.forward_native", "around", native_layers.around_rotary),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from slimrl.models.engine_layout import EngineShape, EngineSlice, Holding
+    from slimrl.models.engine_slice import EngineShape, EngineSlice, Holding
 
 ACTION = "slimrl_fingerprints"
 
@@ -51,7 +51,7 @@ def engine_fingerprints(model: Any, names: list[str] | None) -> dict[str, str]:
     from sglang.srt.runtime_context import get_parallel
 
     from slimrl.engines.plugin.bucket_loader import named_parameters
-    from slimrl.models.engine_layout import EngineShape
+    from slimrl.models.engine_slice import EngineShape
 
     parallel = get_parallel()
     group = parallel.tp_group

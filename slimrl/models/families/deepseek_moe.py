@@ -1,11 +1,12 @@
 """Experts as DeepSeek-V3 and GLM-4.5 have them: sigmoid scores, an expert bias, shared experts.
 
-The first `first_k_dense_replace` layers have an MLP instead.
+The first `first_k_dense_replace` layers, or those that `mlp_layer_types` calls dense, have an MLP instead.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from slimrl.config.hf_config import num_dense_layers
 from slimrl.models.families.mtp import embedding_copies, head_copies, mtp_rules
 from slimrl.models.families.rules import (
     LayerPrefix,
@@ -33,7 +34,7 @@ def moe_config(hf_config: dict[str, Any]) -> dict[str, Any]:
         ValueError: a score function, weights that do not sum to 1, or groups of experts that Megatron's router lacks.
     """
     _refuse_variants(hf_config)
-    num_dense = _num_dense_layers(hf_config)
+    num_dense = _dense_layers(hf_config)
     config = {
         "num_moe_experts": _num_experts(hf_config),
         "moe_router_topk": int(required(hf_config, "num_experts_per_tok")),
@@ -64,7 +65,7 @@ def moe_weight_map(
         attention_rules: of attention with its input norm.
         mtp: with the layers for multi-token prediction.
     """
-    layers, num_dense = all_layers(hf_config), _num_dense_layers(hf_config)
+    layers, num_dense = all_layers(hf_config), _dense_layers(hf_config)
 
     def attention(prefix: LayerPrefix) -> list[Rule]:
         return [*attention_rules(prefix), mlp_norm_rule(hf_config, prefix)]
@@ -92,8 +93,17 @@ def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
     ]
 
 
-def _num_dense_layers(hf_config: dict[str, Any]) -> int:
-    return int(required(hf_config, "first_k_dense_replace"))
+def _dense_layers(hf_config: dict[str, Any]) -> int:
+    """Raises ValueError if the config does not say how many there are, or lists others than the first ones."""
+    required(hf_config, "first_k_dense_replace", "mlp_layer_types")
+    count, kinds = num_dense_layers(hf_config), hf_config.get("mlp_layer_types")
+    expected = ["dense"] * count + ["sparse"] * (len(all_layers(hf_config)) - count)
+    if kinds is not None and kinds != expected:
+        raise ValueError(
+            f"config.json: mlp_layer_types: {kinds}: with first_k_dense_replace: "
+            f"{hf_config.get('first_k_dense_replace')} only {count} dense layers before sparse ones are supported"
+        )
+    return count
 
 
 def _num_experts(hf_config: dict[str, Any]) -> int:

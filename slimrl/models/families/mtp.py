@@ -6,13 +6,28 @@ hidden size; a layer of the model's kind and a norm of its own follow. Hugging F
 model's own, and repeats the model's embedding and output layer in each.
 """
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slimrl.models.families.rules import LayerPrefix
 from slimrl.models.hf_config import required
 from slimrl.models.weight_map import HfTensor, Rule, Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """SGLang's model of a layer for multi-token prediction."""
+
+    model_class: str
+    layer_name: Callable[[str, Any], str]
+    """Function of a parameter's name and of the config that gives the name in an engine's model with that layer"""
+
+
+def numbered_layer_name(name: str, config: Any) -> str:
+    """The name in a layer that is numbered after the model's own."""
+    return re.sub(r"^model\.(decoder\.)?", f"model.layers.{config.num_hidden_layers}.", name)
 
 
 def num_mtp_layers(hf_config: dict[str, Any], default: int = 0) -> int:

@@ -4,8 +4,13 @@ A gated delta net (arXiv:2412.06464) is linear attention: a state of fixed size 
 and values. All norms are zero-centred (they multiply by 1 + weight), except the one after a delta net.
 """
 
+import math
+import re
+from itertools import accumulate, pairwise
 from typing import Any
 
+from slimrl.models.engine_rules import SUFFIX, qkv, unfused
+from slimrl.models.engine_slice import EngineRule, EngineShape, EngineSlice
 from slimrl.models.families.mtp import mtp_layer_rules, num_mtp_layers
 from slimrl.models.families.qwen3_moe import experts_config, num_experts, sparse_layers
 from slimrl.models.families.rules import (
@@ -219,3 +224,48 @@ def _delta_net_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
             f"linear_num_key_heads: {sizes['linear_num_key_heads']}"
         )
     return sizes
+
+
+def draft_layer_name(name: str, config: Any) -> str:
+    """The name in the layer that the checkpoint calls `mtp`."""
+    return f"mtp.{name.removeprefix('model.')}"
+
+
+def _gated_qkv(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """Slices of an attention projection, which SGLang holds in the layer itself; each query head has a gate
+    of its output."""
+    return qkv(match, shape, hf_path=".self_attn", per_query=2)
+
+
+def _in_layer(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """Slices of the other parameters of attention."""
+    layer, name, suffix = match.groups()
+    return [EngineSlice(hf_name=f"{layer}.self_attn.{name}.{suffix}", shard_dim=1 if name == "o_proj" else None)]
+
+
+def _convolution(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """Channels of queries, keys and values, of each of which every rank holds a part."""
+    unit = math.gcd(*shape.convolved)
+    return [
+        EngineSlice(
+            hf_name=match.group(),
+            part=(first // unit, end // unit, sum(shape.convolved) // unit),
+            shard_dim=0,
+            first_row=first,
+        )
+        for first, end in pairwise(accumulate(shape.convolved, initial=0))
+    ]
+
+
+ENGINE_RULES = tuple(
+    EngineRule(pattern=pattern, slices=slices, attention=True)
+    for pattern, slices in (
+        (rf"(.+\.layers\.\d+)\.qkv_proj\.{SUFFIX}", _gated_qkv),
+        (r"(.+\.layers\.\d+)\.(o_proj|q_norm|k_norm)\.(weight|weight_scale_inv)", _in_layer),
+        (r".+\.linear_attn\.conv1d\.weight", _convolution),
+        (r".+\.linear_attn\.(in_proj_qkvz|in_proj_ba)\.(weight|weight_scale_inv)", unfused(shard_dim=0)),
+        (r".+\.linear_attn\.(A_log|dt_bias)", unfused(shard_dim=0, in_model_dtype=True)),
+        (r".+\.linear_attn\.out_proj\.(weight|weight_scale_inv)", unfused(shard_dim=1)),
+    )
+)
+"""What SGLang's parameters hold: attention is in the layer itself, delta nets are under `linear_attn`."""

@@ -14,7 +14,6 @@ from slimrl.config.schema.speculative import DraftMode
 from slimrl.config.speculative_rules import own_layer_violations, sends_drafts
 from slimrl.models.architecture import architecture_of, check_architecture, weights_folder
 from slimrl.models.draft import num_draft_layers
-from slimrl.models.families import qwen3_next
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.offline_recipe import model_violations, transformer_engine_violations
@@ -53,8 +52,10 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
     if loaded.command in SERVING:
         layers = num_draft_layers(hf_config) if has_mtp else 0
         problems += _speculation_problems(loaded, mtp_layers=layers, devices=devices)
+        if wrong := family_of(hf_config).unserved(hf_config):
+            problems.append(loaded.problem("model.path", wrong))
     if family_of(hf_config).linear_attention:
-        problems += _delta_net_problems(loaded, hf_config)
+        problems += _delta_net_problems(loaded)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
@@ -108,14 +109,11 @@ def _fp8(recipe: Recipe) -> Iterator[Violation]:
         yield "trainer.fp8", wrong
 
 
-def _delta_net_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:
-    """What SGLang or megatron-core cannot do with gated delta nets on any device."""
-    problems = []
-    if loaded.command in SERVING and (wrong := qwen3_next.unserved(hf_config)):
-        problems.append(loaded.problem("model.path", wrong))
+def _delta_net_problems(loaded: LoadedRecipe) -> list[Problem]:
+    """What megatron-core cannot do with gated delta nets on any device."""
     if trains(loaded.command) and loaded.recipe.trainer.megatron.get("deterministic_mode"):
-        problems.append(loaded.problem("trainer.megatron.deterministic_mode", f"{NOT_DETERMINISTIC} Leave it out."))
-    return problems
+        return [loaded.problem("trainer.megatron.deterministic_mode", f"{NOT_DETERMINISTIC} Leave it out.")]
+    return []
 
 
 def _linear_attention_problems(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> list[Problem]:

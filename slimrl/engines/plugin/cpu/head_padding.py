@@ -2,7 +2,7 @@
 
 It pads them to a multiple of all ranks of an engine: also where only the ranks of a group share them, or where ranks
 are to hold copies of key-value heads as on a GPU. Recipes have sizes that need no padding (config/model_rules.py), and
-padded weights are not where `models/engine_layout.py` says.
+padded weights are not where `models/engine_rules.py` says.
 """
 
 from collections.abc import Callable

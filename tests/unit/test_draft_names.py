@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
-from slimrl.models.draft import draft_specs
-from slimrl.models.draft_layout import layer_name
-from slimrl.models.engine_layout import EngineShape, engine_slices
+from slimrl.models.draft import draft_specs, layer_name
+from slimrl.models.engine_layout import engine_slices
+from slimrl.models.engine_slice import EngineShape
 
 MIXTURE = ["experts.w13_weight", "experts.w2_weight", "gate.weight"]
 SIGMOID = [*MIXTURE, "gate.e_score_correction_bias", "shared_experts.gate_up_proj.weight"]
@@ -32,6 +32,7 @@ OUTSIDE = ["fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weig
 PARAMETERS = {
     "DeepseekV3ForCausalLMNextN": ("deepseek_v3", [*AROUND, *of_layer("model.decoder", LATENT_NAMES, SIGMOID)]),
     "Glm4MoeForCausalLMNextN": ("glm4_moe", [*AROUND, *of_layer("model.decoder", GROUPED_NAMES, SIGMOID)]),
+    "Glm4MoeLiteForCausalLMNextN": ("glm4_moe_lite", [*AROUND, *of_layer("model.decoder", LATENT_NAMES, SIGMOID)]),
     "Qwen3NextForCausalLMMTP": ("qwen3_next", [*OUTSIDE, *of_layer("model.layers.0", GATED_NAMES, SOFTMAX)]),
 }
 """Family, and parameters of the model's one layer, in srt/models of SGLang."""
