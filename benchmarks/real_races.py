@@ -130,7 +130,7 @@ def _answers(options: Namespace, new_tokens: int, *, fixed: bool) -> WatchedRace
     trajectories = options.prompts * SAMPLES
     # Continuous batching heeds no least length.
     generation = COMPILED if fixed else {"config": continuous_batching(MAX_PROMPT_TOKENS + new_tokens)}
-    trl = {"max_completion_length": new_tokens}
+    trl: dict[str, Any] = {"max_completion_length": new_tokens}
     if fixed:
         trl["generation_kwargs"] = {"min_new_tokens": new_tokens}
     return WatchedRace(
