@@ -37,8 +37,8 @@ QUESTIONS = (
     "Anna is twice as old as Ben, and together they are 36 years old. How old is each of them? Explain each step.",
 )
 """Answers to them are of a few words to several paragraphs."""
-MAX_PROMPT_TOKENS = 64
-"""Room for a question with the system prompt, which have at most 52"""
+MAX_PROMPT_TOKENS = 128
+"""Room for a question with the system prompt, which have at most 52 tokens, and more of a smaller vocabulary"""
 FIXED_FRACTION = 3 / 8
 """Length of each answer over the limit, where all have one length: 96 of 256"""
 

@@ -94,7 +94,7 @@ def test_algorithms_are_compared_on_a_model_of_reasoning_gym(tmp_path: Path):
     out, plot = tmp_path / "real.json", tmp_path / "curves.png"
     arguments = [
         "--folder", str(tmp_path / "bench"), "--model", str(tmp_path / "toy"), "--steps", "1", "--plot", str(plot),
-        "rollout.prompts_per_step=2", "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=4",
+        "rollout.prompts_per_step=4", "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=4",
         "rollout.num_engines=1", "algorithm.skip_zero_variance=false",
     ]  # fmt: skip
     results = figures_of("algorithms_real", out, *arguments)["results"]
