@@ -122,7 +122,7 @@ class Bench:
         data = self.folder / "data"
         if not data.is_dir():
             counts = ["--num-heldout", str(problems), "--num-conversations", "12000"]
-            _tools("calculator-data", str(data), *counts)
+            run_tools("calculator-data", str(data), *counts)
         if "start" in models:
             self._start("start", sft_updates, hidden=128, layers=3)
         if "start_small" in models:
@@ -131,14 +131,14 @@ class Bench:
             # Keys and values of 128 rows, whole tiles of block FP8.
             self._start("start_tiles", sft_updates, hidden=128, layers=3, kv_heads=4)
         if "start_fp8" in models and not (self.folder / "start_fp8").is_dir():
-            _tools("quantize", str(self.folder / "start_tiles"), str(self.folder / "start_fp8"))
+            run_tools("quantize", str(self.folder / "start_tiles"), str(self.folder / "start_fp8"))
 
     def _start(self, name: str, sft_updates: int, *, hidden: int, layers: int, kv_heads: int = 2) -> None:
         """The initial weights of runs: a random model after the cold start."""
         model, start = self.folder / f"{name}_random", self.folder / name
         if not model.is_dir():
             sizes = ["--hidden", str(hidden), "--moe-intermediate", str(hidden), "--layers", str(layers)]
-            _tools("toy", "qwen3_moe", str(model), *sizes, "--kv-heads", str(kv_heads))
+            run_tools("toy", "qwen3_moe", str(model), *sizes, "--kv-heads", str(kv_heads))
         if not start.is_dir():
             settings = [
                 f"steps={sft_updates}", f"model.path={model}", f"data.train={self.folder / 'data' / 'sft.jsonl'}",
@@ -148,7 +148,7 @@ class Bench:
                 # Every machine starts from the same weights, which are those of the results.
                 "trainer.parallel.expert=2", "deterministic=true",
             ]  # fmt: skip
-            _run("-m", "slimrl.cli", "sft", str(RECIPES / "sft.yaml"), *settings, "--resume-or-start")
+            run_python("-m", "slimrl.cli", "sft", str(RECIPES / "sft.yaml"), *settings, "--resume-or-start")
             self.export_of(name).rename(start)
 
     def export_of(self, run: str) -> Path:
@@ -176,7 +176,7 @@ class Bench:
         if not self.export_of(run).is_dir():
             arguments = [str(RECIPES / case.recipe), *settings, *case.settings, *self.extra]
             command = [str(NOISY_SLIMRL)] if set(NOISY) <= set(case.settings) else ["-m", "slimrl.cli"]
-            _run(*command, "train", *arguments, "--resume-or-start")
+            run_python(*command, "train", *arguments, "--resume-or-start")
         metrics = read_metrics(self.folder / "runs" / run / "metrics.jsonl")
         curve = [[step["step"], step[HELDOUT]] for step in metrics if HELDOUT in step]
         kept = ("mismatch/logprob_abs_mean", "policy/clip_fraction", "policy/effective_sample_size")
@@ -272,11 +272,11 @@ def draw(results: dict[str, dict[str, Any]], out: Path, cases: Mapping[str, Case
     plt.close(figure)
 
 
-def _tools(*arguments: str) -> None:
-    _run("-m", "slimrl_tools.cli", *arguments)
+def run_tools(*arguments: str) -> None:
+    run_python("-m", "slimrl_tools.cli", *arguments)
 
 
-def _run(*arguments: str) -> None:
+def run_python(*arguments: str) -> None:
     """Python with these arguments. Raises CalledProcessError or TimeoutExpired."""
     subprocess.run([sys.executable, *arguments], check=True, timeout=RUN_TIMEOUT_S)
 

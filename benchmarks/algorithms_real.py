@@ -11,12 +11,10 @@ other settings.
 """
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from algorithms import Case, draw, print_table
+from algorithms import Case, draw, print_table, run_python, run_tools
 from figures import write_figures
 
 from slimrl.observability.metrics import read_metrics
@@ -32,7 +30,6 @@ TASKS = {
     "gcd": ("max_value=30", 500, 100),
 }
 """Task -> its difficulty, and numbers of questions to train on and held out; as in the Makefile"""
-COMMAND_TIMEOUT_S = 7200.0
 
 
 def learn(name: str, options: argparse.Namespace) -> RunFolder:
@@ -41,14 +38,14 @@ def learn(name: str, options: argparse.Namespace) -> RunFolder:
     for task, (difficulty, train, heldout) in TASKS.items():
         if not (data / task).is_dir():
             sizes = ["--difficulty", difficulty, "--num", str(train), "--heldout", str(heldout)]
-            _run("slimrl_tools.cli", "prepare", "reasoning-gym", task, str(data), *sizes)
+            run_tools("prepare", "reasoning-gym", task, str(data), *sizes)
     if not run.export.is_dir():
         settings = [
             f"run.dir={options.folder}", f"run.name={name}", f"model.path={options.model}", f"steps={options.steps}",
             f"trainer.updates_per_rollout={UPDATES}", "eval.every_steps=5", "tracking.wandb=disabled",
         ]  # fmt: skip
         recipe = [str(options.recipe), *settings, *CASES[name].settings, *options.settings]
-        _run("slimrl.cli", "train", *recipe, "--resume-or-start")
+        run_python("-m", "slimrl.cli", "train", *recipe, "--resume-or-start")
     return run
 
 
@@ -60,11 +57,6 @@ def curve_of(run: RunFolder) -> list[list[float]]:
         for step in read_metrics(run.metrics)
         if "eval/gcd/reward_mean" in step
     ]
-
-
-def _run(module: str, *arguments: str) -> None:
-    """Raises CalledProcessError or TimeoutExpired."""
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=COMMAND_TIMEOUT_S)
 
 
 def main() -> None:

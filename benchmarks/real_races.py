@@ -72,7 +72,7 @@ SLIMRL = (
     "trainer.optimizer.min_lr=0",
 )
 HALF_AT_A_TIME = "rollout.max_concurrency_per_engine=32"
-"""With 64 the keys and values take two more gigabytes in each engine, and 24 GiB are not enough for a checkpoint."""
+"""With 64, 24 GiB were not enough to write the checkpoint at the end of race a."""
 COMPILED: Mapping[str, Any] = {"config": {"cache_implementation": "static"}, "compile": {"mode": "default"}}
 """TRL's generation with a static cache, which can be compiled"""
 PAGE_TOKENS, RUNNING, BATCH_TOKENS = 32, 16, 256
