@@ -6,7 +6,17 @@ from typing import Any, Protocol
 
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.engine_slice import EngineRule
-from slimrl.models.families import deepseek_v3, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe, qwen3_next
+from slimrl.models.families import (
+    deepseek_v3,
+    delta_nets,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+)
 from slimrl.models.families.mtp import DraftModel, numbered_layer_name
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.megatron_config import MegatronModelConfig
@@ -100,7 +110,7 @@ FAMILIES = (
         name="qwen3_next",
         model_types=("qwen3_next",),
         module=qwen3_next,
-        draft=DraftModel(model_class="Qwen3NextForCausalLMMTP", layer_name=qwen3_next.draft_layer_name),
+        draft=DraftModel(model_class="Qwen3NextForCausalLMMTP", layer_name=delta_nets.draft_layer_name),
         linear_attention=True,
         unserved=qwen3_next.unserved,
         engine_rules=qwen3_next.ENGINE_RULES,

@@ -25,6 +25,12 @@ class MegatronModelConfig:
     """Layers for multi-token prediction that a checkpoint of the model may have."""
 
     @property
+    def zero_centred_norms(self) -> bool:
+        """Whether norms multiply by 1 + weight; those of gated delta nets' results multiply by the weight in any
+        model."""
+        return bool(self.transformer.get("layernorm_zero_centered_gamma"))
+
+    @property
     def cached_elements(self) -> int:
         """Elements of a token's keys and values in all layers that have them: of grouped-query attention those of its
         heads, of multi-latent attention the latent and the rotated key (arXiv:2405.04434, section 2.1)."""

@@ -168,7 +168,7 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     whole = model.config.to_dict()
-    zero_centred = family_of(whole).megatron_config(whole).transformer.get("layernorm_zero_centered_gamma", False)
+    zero_centred = family_of(whole).megatron_config(whole).zero_centred_norms
     for tensor_name, parameter in model.named_parameters():
         if "norm" in tensor_name:
             # Norms of delta nets multiply by the weight in any model.

@@ -16,7 +16,8 @@ from weight_cases import join
 
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.config.schema.trainer import OptimizerConfig
-from slimrl.models.families.qwen3_next import linear_layers, unserved
+from slimrl.models.families.delta_nets import linear_layers
+from slimrl.models.families.qwen3_next import unserved
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import partial_rotary_factor, published_config, read_hf_config, rope_theta
 from slimrl.observability.metrics import read_metrics
