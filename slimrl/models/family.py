@@ -14,6 +14,7 @@ from slimrl.models.families import (
     llama,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
 )
@@ -115,6 +116,19 @@ FAMILIES = (
         unserved=qwen3_next.unserved,
         engine_rules=qwen3_next.ENGINE_RULES,
         call_parsers=("qwen25", "qwen3_coder"),
+    ),
+    *(
+        Family(
+            name=name,
+            model_types=(model_type,),
+            module=qwen3_5,
+            draft=DraftModel(model_class="Qwen3_5ForCausalLMMTP", layer_name=delta_nets.draft_layer_name),
+            linear_attention=True,
+            unserved=qwen3_5.unserved,
+            engine_rules=qwen3_5.ENGINE_RULES,
+            call_parsers=("qwen3_coder", "qwen25"),
+        )
+        for name, model_type in (("qwen3_5", qwen3_5.DENSE), ("qwen3_5_moe", qwen3_5.WITH_EXPERTS))
     ),
 )
 

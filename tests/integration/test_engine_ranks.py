@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next")
+FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe")
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -56,7 +57,10 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
-    [(family, *layout) for family in FAMILIES for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]],
+    [
+        *((family, *layout) for family in FAMILIES for layout in LAYOUTS),
+        *(("qwen3_5", *layout) for layout in LAYOUTS if layout[1] == 1),
+    ],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups

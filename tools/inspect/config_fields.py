@@ -5,9 +5,12 @@ from typing import Any
 
 from slimrl_tools.inspect.model_facts import STORAGE_KEYS
 
+from slimrl.models.families.mtp import MTP_KEYS
+
 IRRELEVANT_KEYS = frozenset(
     {
         *STORAGE_KEYS,
+        *MTP_KEYS,
         "_attn_implementation",
         "attention_dropout",
         "auto_map",
@@ -22,9 +25,8 @@ IRRELEVANT_KEYS = frozenset(
         "initializer_range",
         "is_encoder_decoder",
         "label2id",
+        "mamba_ssm_dtype",
         "max_window_layers",
-        "num_mtp_layers",
-        "num_nextn_predict_layers",
         "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
@@ -37,7 +39,8 @@ IRRELEVANT_KEYS = frozenset(
     }
 )
 """Keys of config.json that do not change what the trainer builds: tokens, storage, dropout and losses of pretraining,
-layers for multi-token prediction, which it leaves out, and windows, which `use_sliding_window` turns on."""
+layers for multi-token prediction, which it leaves out, the dtype of an engine's states, and windows, which
+`use_sliding_window` turns on."""
 
 
 REPEATED_KEYS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {

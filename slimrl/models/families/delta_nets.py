@@ -22,7 +22,6 @@ from slimrl.models.families.rules import (
     expert_rules,
     input_norm_rule,
     mlp_norm_rule,
-    norm_rule,
     router_rules,
     shared_expert_rules,
 )
@@ -116,16 +115,19 @@ def _linear_by_interval(layers: tuple[int, ...], interval: int) -> tuple[int, ..
     return tuple(layer for layer in layers if (layer + 1) % interval)
 
 
-def mixer_rules(hf_config: dict[str, Any], inputs: tuple[HfTensor, ...], op: LayoutOp) -> list[Rule]:
+def mixer_rules(
+    hf_config: dict[str, Any], inputs: tuple[HfTensor, ...], op: LayoutOp, *, state_dtype: str | None = None
+) -> list[Rule]:
     """Delta nets, and attention in the other layers, each with its input norm.
 
     Args:
         inputs: the tensors of a delta net's input projection, and `op` their layout.
+        state_dtype: of the decay A_log and of the norm of the result; None for the checkpoint's.
     """
     layers, linear = all_layers(hf_config), linear_layers(hf_config)
     with_attention = decoder(tuple(layer for layer in layers if layer not in linear))
     return [
-        *_delta_net_rules(hf_config, decoder(linear), inputs, op),
+        *_delta_net_rules(hf_config, decoder(linear), inputs, op, state_dtype),
         *gated_attention_rules(hf_config, with_attention),
     ]
 
@@ -136,7 +138,11 @@ def gated_attention_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> lis
 
 
 def _delta_net_rules(
-    hf_config: dict[str, Any], prefix: LayerPrefix, inputs: tuple[HfTensor, ...], op: LayoutOp
+    hf_config: dict[str, Any],
+    prefix: LayerPrefix,
+    inputs: tuple[HfTensor, ...],
+    op: LayoutOp,
+    state_dtype: str | None,
 ) -> list[Rule]:
     """A gated delta net with its input norm. Its convolution is over [queries; keys; values], each cut by itself."""
     sizes, sections = delta_net_sizes(hf_config), convolved(hf_config)
@@ -147,17 +153,18 @@ def _delta_net_rules(
     def rule(name: str, tensors: tuple[HfTensor, ...], *, dim: int = 0, **fields: Any) -> Rule:
         return Rule(megatron=(megatron + name,), hf=tensors, shard=Shard(dim=dim), layers=prefix.layers, **fields)
 
-    def tensor(name: str, *shape: int, sections: tuple[int, ...] = ()) -> tuple[HfTensor]:
-        return (HfTensor(name=IN_LAYER + name, shape=shape, sections=sections),)
+    def tensor(name: str, *shape: int, **fields: Any) -> tuple[HfTensor]:
+        return (HfTensor(name=IN_LAYER + name, shape=shape, **fields),)
 
+    norm = tensor("norm.weight", value_dim, dtype=state_dtype)
     convolution = tensor("conv1d.weight", channels, 1, kernel, sections=sections)
     return [
         input_norm_rule(hf_config, prefix, fused_into="self_attention.in_proj"),
         rule("in_proj.weight", inputs, op=op, quantizable=True),
         rule("conv1d.weight", convolution, op=DeltaNetParts((channels,))),
         rule("dt_bias", tensor("dt_bias", heads)),
-        rule("A_log", tensor("A_log", heads)),
-        norm_rule((megatron + "out_norm.weight",), IN_LAYER + "norm.weight", value_dim, prefix),
+        rule("A_log", tensor("A_log", heads, dtype=state_dtype)),
+        Rule(megatron=(megatron + "out_norm.weight",), hf=norm, layers=prefix.layers),
         rule("out_proj.weight", tensor("out_proj.weight", hidden, heads * value_dim), dim=1, quantizable=True),
     ]
 
@@ -272,7 +279,7 @@ ENGINE_RULES = tuple(
         (rf"(.+\.layers\.\d+)\.qkv_proj\.{SUFFIX}", _gated_qkv),
         (r"(.+\.layers\.\d+)\.(o_proj|q_norm|k_norm)\.(weight|weight_scale_inv)", _in_layer),
         (r".+\.linear_attn\.conv1d\.weight", _convolution),
-        (r".+\.linear_attn\.(A_log|dt_bias)", unfused(shard_dim=0, in_model_dtype=True)),
+        (r".+\.linear_attn\.dt_bias", unfused(shard_dim=0, in_model_dtype=True)),
         (r".+\.linear_attn\.out_proj\.(weight|weight_scale_inv)", unfused(shard_dim=1)),
     )
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slimrl.models.engine_rules import unfused
+from slimrl.models.engine_rules import SUFFIX, unfused
 from slimrl.models.engine_slice import EngineRule
 from slimrl.models.families import delta_nets
 from slimrl.models.families.delta_nets import (
@@ -74,9 +74,8 @@ def unserved(hf_config: dict[str, Any]) -> str | None:
 ENGINE_RULES = (
     *delta_nets.ENGINE_RULES,
     EngineRule(
-        pattern=r".+\.linear_attn\.(in_proj_qkvz|in_proj_ba)\.(weight|weight_scale_inv)",
-        slices=unfused(shard_dim=0),
-        attention=True,
+        pattern=rf".+\.linear_attn\.(in_proj_qkvz|in_proj_ba)\.{SUFFIX}", slices=unfused(shard_dim=0), attention=True
     ),
+    EngineRule(pattern=r".+\.linear_attn\.A_log", slices=unfused(shard_dim=0, in_model_dtype=True), attention=True),
 )
 """What parameters of SGLang's model hold, where the rules that families share do not say it."""
