@@ -76,11 +76,12 @@ def decoder_config(
             not declare.
     """
     _refuse_variants(hf_config, bias=bool(transformer.get("add_qkv_bias")), rotary_percent=rotary_percent)
+    if "ffn_hidden_size" not in transformer:
+        transformer = {"ffn_hidden_size": int(required(hf_config, "intermediate_size")), **transformer}
     return MegatronModelConfig(
         transformer={
             "num_layers": int(required(hf_config, "num_hidden_layers")),
             "hidden_size": int(required(hf_config, "hidden_size")),
-            "ffn_hidden_size": int(required(hf_config, "intermediate_size")),
             "num_attention_heads": int(required(hf_config, "num_attention_heads")),
             "normalization": "RMSNorm",
             "layernorm_epsilon": float(required(hf_config, "rms_norm_eps")),

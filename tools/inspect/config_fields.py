@@ -44,6 +44,7 @@ layers for multi-token prediction, which it leaves out, the dtype of an engine's
 
 
 REPEATED_KEYS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
+    "full_attention_interval": lambda config: [1 + [*config["layer_types"], "full_attention"].index("full_attention")],
     "head_dim": lambda config: [config.get("qk_rope_head_dim")],
     "layer_types": lambda config: [["full_attention"] * config["num_hidden_layers"]],
     "num_key_value_heads": lambda config: [config["num_attention_heads"]],

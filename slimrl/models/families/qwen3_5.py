@@ -40,9 +40,9 @@ def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
     _refuse_variants(hf_config)
     experts: dict[str, Any] = {}
     if hf_config.get("model_type") == WITH_EXPERTS:
+        experts = experts_config(hf_config, normalised=True) | shared_expert_config(hf_config)
         # No layer has an MLP of its own, and released configs do not say how wide it would be.
-        hf_config = {"intermediate_size": required(hf_config, "moe_intermediate_size"), **hf_config}
-        experts = experts_config({**hf_config, "norm_topk_prob": True}) | shared_expert_config(hf_config)
+        experts["ffn_hidden_size"] = experts["moe_ffn_hidden_size"]
     return delta_net_config(hf_config, mtp_layers=at_most_one_mtp_layer(hf_config), **experts)
 
 

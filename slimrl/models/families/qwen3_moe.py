@@ -42,8 +42,12 @@ def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None) -> Weig
     )
 
 
-def experts_config(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig for the experts and their router."""
+def experts_config(hf_config: dict[str, Any], *, normalised: bool = False) -> dict[str, Any]:
+    """Keyword arguments of Megatron's TransformerConfig for the experts and their router.
+
+    Args:
+        normalised: the chosen experts' weights add up to 1 in every model of the family; else the config says it.
+    """
     sparse = set(sparse_layers(hf_config))
     return {
         "num_moe_experts": num_experts(hf_config),
@@ -52,7 +56,7 @@ def experts_config(hf_config: dict[str, Any]) -> dict[str, Any]:
         "moe_layer_freq": [int(layer in sparse) for layer in all_layers(hf_config)],
         "moe_router_score_function": "softmax",
         # A softmax over the chosen experts' logits gives the same as normalised probabilities.
-        "moe_router_pre_softmax": not required(hf_config, "norm_topk_prob"),
+        "moe_router_pre_softmax": not (normalised or required(hf_config, "norm_topk_prob")),
         "moe_router_load_balancing_type": "none",
     }
 
