@@ -53,7 +53,7 @@ OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "qwen3_next", "qwen3_5_moe"])
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
     run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)

@@ -58,6 +58,9 @@ def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncRe
         pytest.param("glm4_moe_lite", Precision.fp32, marks=pytest.mark.full),
         pytest.param("qwen3_next", Precision.fp32, marks=pytest.mark.full),
         pytest.param("qwen3_next", Precision.bf16, marks=pytest.mark.full),
+        pytest.param("qwen3_5", Precision.fp32, marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe", Precision.fp32, marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe", Precision.bf16, marks=pytest.mark.full),
     ],
 )
 def test_an_engine_computes_with_what_the_trainer_sent(tmp_path, family_name, precision):
