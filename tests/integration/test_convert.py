@@ -73,7 +73,9 @@ def there_and_back(src: Path, tmp: Path, parallel: ParallelConfig, options: Opti
     return tmp / "back"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe"]
+)
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
     mtp = 0 if family == "qwen3_moe" else 1
     write_toy(family, tmp_path / "hf", ToySize(layers=2, mtp_layers=mtp), seed=1)
