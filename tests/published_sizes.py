@@ -21,6 +21,7 @@ PUBLISHED_SIZES = {
     "Llama-3.1-8B": PublishedSize(8.03, 8.03),
     "Llama-3.2-1B": PublishedSize(1.23, 1.23),
     "Llama-3.2-3B": PublishedSize(3.21, 3.21),
+    "MiniMax-M2": PublishedSize(230, 10),
     "Moonlight-16B-A3B": PublishedSize(16, 3),
     "Qwen2.5-0.5B": PublishedSize(0.49, 0.49),
     "Qwen2.5-7B": PublishedSize(7.61, 7.61),

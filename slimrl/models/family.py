@@ -6,7 +6,17 @@ from typing import Any, Protocol
 
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.engine_slice import EngineRule
-from slimrl.models.families import deepseek_v3, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe, qwen3_next
+from slimrl.models.families import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    minimax_m2,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+)
 from slimrl.models.families.mtp import DraftModel, numbered_layer_name
 from slimrl.models.hf_config import dtype_name
 from slimrl.models.megatron_config import MegatronModelConfig
@@ -95,6 +105,14 @@ FAMILIES = (
         module=deepseek_v3,
         draft=DraftModel(model_class="DeepseekV3ForCausalLMNextN", layer_name=numbered_layer_name),
         call_parsers=("deepseekv31", "deepseekv3", "kimi_k2"),
+    ),
+    Family(
+        name="minimax_m2",
+        model_types=("minimax_m2",),
+        module=minimax_m2,
+        unserved=minimax_m2.unserved,
+        engine_rules=minimax_m2.ENGINE_RULES,
+        call_parsers=("minimax-m2",),
     ),
     Family(
         name="qwen3_next",

@@ -142,6 +142,22 @@ def _glm4_moe_lite(size: ToySize) -> dict[str, Any]:
     return own | {name: value for name, value in _deepseek_v3(size).items() if name not in others}
 
 
+def _minimax_m2(size: ToySize) -> dict[str, Any]:
+    """Half of each head's dimensions are rotated."""
+    without = ("use_sliding_window", "attention_bias")
+    return {
+        **_decoder(size, "MiniMaxM2ForCausalLM", "minimax_m2", without=without),
+        "intermediate_size": size.moe_intermediate,
+        "num_local_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "rotary_dim": size.head_dim // 2,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+    }
+
+
 TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3": lambda size: _decoder(size, "Qwen3ForCausalLM", "qwen3"),
@@ -154,5 +170,6 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _glm4_moe_lite,
     "qwen3_next": _qwen3_next,
+    "minimax_m2": _minimax_m2,
 }
 """Function that makes the config of each family, by the family's name."""

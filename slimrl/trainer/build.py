@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
+from megatron_patches.heads_norm import norm_over_heads
 from slimrl import device
 from slimrl.config.alignment import round_up
 from slimrl.config.fp8_training import megatron_fp8
@@ -73,7 +74,7 @@ def build_model(
         adapt(chunk)
         if trainer.precision == Precision.bf16:
             chunk = Float16Module(config, chunk)
-            _keep_router_buffers_float32(chunk)
+            _keep_routers_float32(chunk, weights=model.float32_router)
         _mark_experts(chunk)
         chunks.append(DistributedDataParallel(config, ddp_config(trainer), chunk, disable_bucketing=index > 0))
     for chunk in chunks:
@@ -219,6 +220,8 @@ def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: Transform
     place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
     engine = config.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(config, engine, normalization=config.normalization, vp_stage=stage)
+    if model.qk_norm_over_heads:
+        norm_over_heads(spec)
     mtp = mtp_block_spec(config, spec, engine, stage) if config.mtp_num_layers else None
     return (GptWithMtp if config.mtp_num_layers else GPTModel)(
         config,
@@ -239,13 +242,20 @@ def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: Transform
     )
 
 
-def _keep_router_buffers_float32(chunk: nn.Module) -> None:
+def _keep_routers_float32(chunk: nn.Module, *, weights: bool) -> None:
     """Keep the expert bias and the token counts in float32: bfloat16 counts exactly only up to 256.
 
     Megatron restores only the bias, and only at the first forward pass, when its digits are lost.
+
+    Args:
+        weights: the routers' weights too.
     """
     for module in chunk.modules():
-        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+        if not isinstance(module, TopKRouter):
+            continue
+        if weights:
+            module.weight.data = module.weight.data.float()
+        if module.enable_expert_bias:
             module.expert_bias = module.expert_bias.float()
             module.local_tokens_per_expert = module.local_tokens_per_expert.float()
 

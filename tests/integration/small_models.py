@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slimrl.config import hf_config
 from slimrl.models.family import family_of
 
 VOCAB = 131
@@ -150,6 +151,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         "rms_norm_eps": 1e-6,
     },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        **_HEADS_OF_16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 8,
+        "rope_theta": 5000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "moonlight": {
         **_WITHOUT_GROUPS,
         "q_lora_rank": None,
@@ -205,5 +216,4 @@ def add_mtp_layers(path: Path, count: int) -> Path:
 
 def num_experts(name: str) -> int:
     """0 for a dense model."""
-    config = CONFIGS[name]
-    return config.get("num_experts") or config.get("n_routed_experts") or 0
+    return hf_config.num_experts(CONFIGS[name])

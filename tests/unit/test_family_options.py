@@ -1,5 +1,7 @@
 """What the families read from config.json, against transformers' own reading, and what they refuse by name."""
 
+import re
+
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -105,6 +107,30 @@ def test_a_qwen3_next_that_transformers_5_has_saved_is_served_once_it_has_the_ke
     half = AutoConfig.for_model(**{**released, "partial_rotary_factor": 0.5}).to_dict()
     del half["partial_rotary_factor"]
     assert unserved({**half, **added}) == message.format("partial_rotary_factor: 0.5")
+
+
+def test_a_minimax_m2_says_what_sglang_would_leave_out():
+    released = {**published_config("MiniMax-M2"), "num_hidden_layers": 4}
+    family = family_of(released)
+    assert family.unserved(released) is None
+    needed = {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": 64}
+    # What transformers' own keys say.
+    own = {name: value for name, value in released.items() if name not in needed} | {"partial_rotary_factor": 0.5}
+    saved = AutoConfig.for_model(**own).to_dict()
+    assert family.unserved(saved) == (
+        "SGLang takes other values than a minimax_m2's. "
+        'Set "use_qk_norm": true, "use_routing_bias": true, "scoring_func": "sigmoid", "rotary_dim": 64 '
+        "in config.json too."
+    )
+    assert family.unserved({**saved, **needed}) is None
+    assert family.megatron_config(saved) == family.megatron_config(released)
+    refused = {
+        "use_qk_norm": False, "use_routing_bias": False, "scoring_func": "softmax", "qk_norm_type": "per_head",
+        "shared_intermediate_size": 8, "sliding_window": 4, "attn_type_list": [1, 0, 1, 1],
+    }  # fmt: skip
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=re.escape(f"not supported for minimax_m2: {name}: {value!r}")):
+            family.megatron_config({**released, name: value})
 
 
 def test_a_glm4_moe_lite_says_how_many_layers_are_dense_where_sglang_reads_it():

@@ -63,7 +63,7 @@ def counted(name: str) -> tuple[ModelParameters, float]:
 
 WITHOUT_EMBEDDING = {"DeepSeek-V3", "Kimi-K2"}
 """Their authors' active parameters leave out the embedding, in which a token is looked up."""
-WITHOUT_EMBEDDING_AND_HEAD = {"GLM-4.5", "GLM-4.5-Air", "GLM-4.7-Flash", "Qwen3-Next-80B-A3B"}
+WITHOUT_EMBEDDING_AND_HEAD = {"GLM-4.5", "GLM-4.5-Air", "GLM-4.7-Flash", "MiniMax-M2", "Qwen3-Next-80B-A3B"}
 """Theirs leave out the head too."""
 
 CUT_TO_A_TENTH = {"Qwen3-30B-A3B"}
@@ -73,6 +73,8 @@ ROUNDED_TO_A_BILLION = {
     "DeepSeek-V3",
     # 3.26B, published as 3B, 8.7% apart; 3.90B with embedding and head.
     "GLM-4.7-Flash",
+    # 9.80B, published as 10B, 2% apart.
+    "MiniMax-M2",
     # 12.18B, published as 12B, 1.5% apart, and nowhere closer.
     "GLM-4.5-Air",
     # 2.91B, published as 3B, 2.9% apart; closer without embedding and head, see the next test.

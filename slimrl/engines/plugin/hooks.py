@@ -42,6 +42,7 @@ _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+_MINIMAX_NORMS = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm"
 _LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
 _LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 _SAMPLER = "sglang.srt.layers.sampler"
@@ -123,6 +124,7 @@ def hooks() -> list[Hook]:
         batched_experts,
         gates,
         head_padding,
+        heads_norm,
         latent_attention,
         native_layers,
         packed_linear,
@@ -141,6 +143,7 @@ def hooks() -> list[Hook]:
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "around", latent_attention.around_rope),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
+        (f"{_MINIMAX_NORMS}.forward", "replace", heads_norm.forward),
         (f"{_NORM}.forward_native", "around", native_layers.around_rms_norm),
         (f"{_ROTARY}.forward_native", "around", native_layers.around_rotary),
         (f"{_LINEAR}.apply", "around", packed_linear.around_apply),

@@ -87,7 +87,7 @@ def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
     hidden, wide = required(hf_config, "hidden_size"), required(hf_config, "moe_intermediate_size")
     experts = _num_experts(hf_config)
     return [
-        *router_rules(hidden, experts, prefix, bias=True),
+        *router_rules(hidden, experts, prefix, bias="mlp.gate.e_score_correction_bias"),
         *shared_expert_rules(hidden, _shared_width(hf_config), prefix),
         *expert_rules(hidden, wide, experts, prefix),
     ]
