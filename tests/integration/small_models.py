@@ -151,6 +151,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         "rms_norm_eps": 1e-6,
     },
+    "hy_v3": {
+        "model_type": "hy_v3",
+        **_HEADS_OF_16,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "router_scaling_factor": 2.5,
+        "rope_theta": 5000.0,
+        "num_nextn_predict_layers": 0,
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         **_HEADS_OF_16,

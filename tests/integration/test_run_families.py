@@ -20,6 +20,7 @@ GROUPED = ["rollout.engine_tp=2", "rollout.engine_ep=2", "rollout.engine_attenti
     [
         ("glm4_moe", []),
         ("glm4_moe_lite", []),
+        ("hy_v3", []),
         ("minimax_m2", []),
         ("deepseek_v3", []),
         ("qwen3_next", ["rollout.routed_experts=true"]),
@@ -50,4 +51,4 @@ def test_a_run_trains_what_its_engines_serve(tmp_path, family, settings):
     old, new = load_file(before), load_file(after)
     kept = {name for name in old if old[name].equal(new[name])}
     never_chosen = {name for name in kept if ".experts." in name}
-    assert kept - never_chosen == {name for name in old if name.endswith("e_score_correction_bias")}
+    assert kept - never_chosen == {name for name in old if name.endswith(("e_score_correction_bias", "expert_bias"))}

@@ -54,6 +54,12 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
         problems += _speculation_problems(loaded, mtp_layers=layers, devices=devices)
         if wrong := family_of(hf_config).unserved(hf_config):
             problems.append(loaded.problem("model.path", wrong))
+        groups, shared = loaded.recipe.rollout.engine_attention_dp, family_of(hf_config).attention_groups
+        if groups > 1 and not shared:
+            text = (
+                f"{groups}: SGLang shards attention of a {hf_config['model_type']} over all ranks of an engine. Use 1."
+            )
+            problems.append(loaded.problem("rollout.engine_attention_dp", text))
     if family_of(hf_config).linear_attention:
         problems += _delta_net_problems(loaded)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
