@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-NAMES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2", "qwen3_next")
+NAMES = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2",
+         "qwen3_next")  # fmt: skip
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
