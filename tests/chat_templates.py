@@ -49,6 +49,9 @@ _HERMES_TOKENS = ("<|begin_of_text|>", "<|im_end|>", "<|im_start|>", "<|end_of_t
                   "<tool_response>", "</tool_response>")  # fmt: skip
 
 
+_MINIMAX_TOKENS = ("]~!b[", "[e~[", "]~b]", "]!p~[", "<minimax:tool_call>", "</minimax:tool_call>", *_THINK)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A kind of model, as its folder on the Hub describes it."""
@@ -167,6 +170,10 @@ MODELS = {
     "kimi_k2": Model(like="Kimi-K2-Instruct-0905", file="kimi_k2.jinja", **_KIMI),
     "kimi_k2_thinking": Model(
         like="Kimi-K2-Thinking", file="kimi_k2_thinking.jinja", thought="<think>{}</think>", **_KIMI
+    ),
+    "minimax_m2": Model(
+        like="MiniMax-M2", model_type="minimax_m2", file="minimax_m2.jinja", tokens=_MINIMAX_TOKENS, stops=("[e~[",),
+        parser="minimax-m2", calls="minimax_m2", **_IN_HEADER,
     ),
     "llama3": Model(like="Llama-3-Instruct", file="llama3.jinja", **_LLAMA),
     "llama31": Model(like="Llama-3.1-Instruct, 3.3", file="llama31.jinja", **_LLAMA_CALLS),

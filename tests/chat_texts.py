@@ -115,6 +115,12 @@ def _kimi_k2(calls, first_id: int) -> str:
     return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
 
 
+def _minimax_m2(calls, first_id: int) -> str:
+    pairs = ("".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in arguments.items()) for arguments in calls)
+    inner = "".join(f'<invoke name="add">\n{pair}</invoke>\n' for pair in pairs)
+    return f"<minimax:tool_call>\n{inner}</minimax:tool_call>"
+
+
 def _llama3(calls, first_id: int) -> str:
     (text,) = _texts(calls)
     return f'{{"name": "add", "parameters": {text}}}'
@@ -122,7 +128,7 @@ def _llama3(calls, first_id: int) -> str:
 
 WRITTEN_CALLS = {"json": _json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "glm47": _glm47,
                  "deepseekv3": _deepseekv3, "deepseekv31": _deepseekv31, "kimi_k2": _kimi_k2,
-                 "llama3": _llama3}  # fmt: skip
+                 "minimax_m2": _minimax_m2, "llama3": _llama3}  # fmt: skip
 
 
 class Script:

@@ -13,14 +13,18 @@ class PublishedSize(NamedTuple):
 
 PUBLISHED_SIZES = {
     "DeepSeek-V3": PublishedSize(671, 37),
+    "DeepSeek-V3.2": PublishedSize(671, 37),
     "GLM-4.5": PublishedSize(355, 32),
     "GLM-4.5-Air": PublishedSize(106, 12),
     "GLM-4.7-Flash": PublishedSize(30, 3),
+    "GLM-5": PublishedSize(744, 40),
+    "Hy3": PublishedSize(295, 21),
     "Kimi-K2": PublishedSize(1000, 32),
     "Llama-3-8B": PublishedSize(8.03, 8.03),
     "Llama-3.1-8B": PublishedSize(8.03, 8.03),
     "Llama-3.2-1B": PublishedSize(1.23, 1.23),
     "Llama-3.2-3B": PublishedSize(3.21, 3.21),
+    "MiniMax-M2": PublishedSize(230, 10),
     "Moonlight-16B-A3B": PublishedSize(16, 3),
     "Qwen2.5-0.5B": PublishedSize(0.49, 0.49),
     "Qwen2.5-7B": PublishedSize(7.61, 7.61),

@@ -45,14 +45,20 @@ _CODER_TOOLS = (
      r"</tools>\nTo call one, write\n<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
      r"</tool_call>"),
 )  # fmt: skip
+_MINIMAX_TOOLS = (
+    (r"# Tools\nYou may call one or more tools.*?JSONSchema format:\n\n<tools>", _TOLD),
+    (r"</tools>\n\nWhen making tool calls.*?</minimax:tool_call>",
+     r'</tools>\nTo call one, write\n<minimax:tool_call>\n<invoke name="NAME">\n'
+     r'<parameter name="KEY">VALUE</parameter>\n</invoke>\n</minimax:tool_call>'),
+)  # fmt: skip
 _WHO = (
     r"You are Qwen, created by Alibaba Cloud\. You are a helpful assistant\."
     r"|You are Qwen, a helpful AI assistant that can interact with a computer to solve tasks\."
     r"|You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     r"|You are Kimi, an AI assistant created by Moonshot AI\."
-    r"|You are a helpful assistant"
+    r"|You are a helpful assistant\.?"
 )
-PROSE = ((_WHO, "You help."), *_CODER_TOOLS, *_QWEN_TOOLS, *_GLM_TOOLS, *_LLAMA_TOOLS, *_HERMES_TOOLS)
+PROSE = ((_WHO, "You help."), *_MINIMAX_TOOLS, *_CODER_TOOLS, *_QWEN_TOOLS, *_GLM_TOOLS, *_LLAMA_TOOLS, *_HERMES_TOOLS)
 """(what published templates say, what ours say)"""
 
 TOOLS: list[dict[str, Any]] = [

@@ -56,11 +56,18 @@ _KIMI = Markers(
     section_close="<|tool_calls_section_end|>",
     call_id=r"\s*([^\s<|]+)",
 )
+_MINIMAX = Markers(
+    open='<invoke name="',
+    close="</invoke>",
+    section_open="<minimax:tool_call>",
+    section_close="</minimax:tool_call>",
+)
 
 MARKERS: dict[str, Markers] = {
     **dict.fromkeys(("qwen", "qwen25", "hermes", "qwen3_coder", "glm", "glm45", "glm47"), _TOOL_CALL),
     **dict.fromkeys(("deepseekv3", "deepseekv31"), _DEEPSEEK),
     "kimi_k2": _KIMI,
+    "minimax-m2": _MINIMAX,
 }
 """Formats whose calls are parsed one by one. A turn of any other is parsed whole, so that a broken call next to a good
 one goes unnoticed."""
@@ -79,6 +86,15 @@ def _has_pairs(text: str) -> bool:
     return len(found) % 4 == 0 and all(tag == _TAGS[place % 4] for place, tag in enumerate(found))
 
 
+_PARAMETER = re.compile(r'<parameter name="[^">]*">(?:(?!</?parameter).)*</parameter>', re.DOTALL)
+
+
+def _has_whole_parameters(text: str) -> bool:
+    """Whether each parameter of MiniMax-M2's calls is closed; SGLang also reads those that are not."""
+    rest = _PARAMETER.sub("", text)
+    return "<parameter" not in rest and "</parameter" not in rest
+
+
 def _has_call_list(text: str) -> bool:
     """Whether there is a list of calls in Python's syntax; SGLang's search takes exponential time else."""
     try:
@@ -91,6 +107,7 @@ def _has_call_list(text: str) -> bool:
 _SAFE: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("glm", "glm45", "glm47"), _has_pairs),
     **dict.fromkeys(("pythonic", "lfm2"), _has_call_list),
+    "minimax-m2": _has_whole_parameters,
 }
 """Parser -> whether it may look at a text; what a policy writes may be of any kind."""
 

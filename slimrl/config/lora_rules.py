@@ -16,7 +16,11 @@ GROUPED_QUERY = ("q_proj", "k_proj", "v_proj")
 LATENT_KEYS = ("kv_a_proj_with_mqa", "kv_b_proj")
 LATENT_QUERY = ("q_a_proj", "q_b_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-LINEAR_LAYERS = (*GROUPED_QUERY, *LATENT_QUERY, *LATENT_KEYS, "o_proj", *MLP)
+MIXTRAL_EXPERT = ("w1", "w3", "w2")
+"""The same three of an expert, in models that name them as Mixtral does."""
+NAMED_AS_MIXTRAL = ("minimax_m2",)
+"""Their `model_type`; they have experts in every layer, and no other MLP."""
+LINEAR_LAYERS = (*GROUPED_QUERY, *LATENT_QUERY, *LATENT_KEYS, "o_proj", *MLP, *MIXTRAL_EXPERT)
 """Linear layers of attention, MLPs and experts, by the last part of their name in transformers. Not: embeddings, output
 layer, routers, gates of shared experts, gated delta nets."""
 
@@ -33,7 +37,12 @@ def linear_layers(hf_config: dict[str, Any]) -> tuple[str, ...]:
         attention = GROUPED_QUERY
     else:
         attention = (*(LATENT_QUERY if hf_config.get("q_lora_rank") else GROUPED_QUERY[:1]), *LATENT_KEYS)
-    return (*attention, "o_proj", *MLP)
+    return (*attention, "o_proj", *mlp_layers(hf_config))
+
+
+def mlp_layers(hf_config: dict[str, Any]) -> tuple[str, str, str]:
+    """Gate, up and down of the model's MLPs and experts."""
+    return MIXTRAL_EXPERT if hf_config.get("model_type") in NAMED_AS_MIXTRAL else MLP
 
 
 def adapter_targets(lora: LoraConfig, hf_config: dict[str, Any]) -> tuple[str, ...]:
@@ -75,6 +84,7 @@ def lora_model_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator
         if name in LINEAR_LAYERS and name not in linear_layers(hf_config):
             yield key, f"the model has no {name}. It has {', '.join(linear_layers(hf_config))}."
     targets = adapter_targets(lora, hf_config)
-    if num_experts(hf_config) and ("gate_proj" in targets) != ("up_proj" in targets):
-        missing = "up_proj" if "gate_proj" in targets else "gate_proj"
-        yield key, f"transformers fuses gate_proj and up_proj of experts, so they go together. Add {missing}."
+    gate, up, _ = mlp_layers(hf_config)
+    if num_experts(hf_config) and (gate in targets) != (up in targets):
+        missing = up if gate in targets else gate
+        yield key, f"transformers fuses {gate} and {up} of experts, so they go together. Add {missing}."

@@ -41,7 +41,7 @@ def _width(path: str, suffix: str, shape: EngineShape) -> int | None:
         return None
     if ".experts" in path:
         return shape.expert_width or None
-    shared = path.endswith(("shared_experts", "shared_expert"))
+    shared = path.endswith(("shared_experts", "shared_expert", "shared_mlp"))
     return (shape.shared_width if shared else shape.dense_width) or None
 
 
@@ -55,20 +55,23 @@ def _mlps(path: str, shape: EngineShape) -> Iterator[tuple[str, partial[EngineSl
         yield f"{path}.{expert}", partial(EngineSlice, expert=index, ranks=ranks)
 
 
-def _gate_up(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+def gate_up(
+    match: re.Match[str], shape: EngineShape, *, names: tuple[str, str] = ("gate_proj", "up_proj")
+) -> list[EngineSlice]:
+    """`names`: of the two matrices in Hugging Face's checkpoint."""
     path, suffix = match.groups()
     size = _width(path, suffix, shape)
     return [
-        placed(hf_name=f"{mlp}.{name}_proj.{suffix}", part=(half, half + 1, 2), shard_dim=0, size=size)
+        placed(hf_name=f"{mlp}.{name}.{suffix}", part=(half, half + 1, 2), shard_dim=0, size=size)
         for mlp, placed in _mlps(path, shape)
-        for half, name in enumerate(("gate", "up"))
+        for half, name in enumerate(names)
     ]
 
 
-def _down(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+def down(match: re.Match[str], shape: EngineShape, *, name: str = "down_proj") -> list[EngineSlice]:
     path, suffix = match.groups()
     size = _width(path, suffix, shape)
-    return [placed(hf_name=f"{mlp}.down_proj.{suffix}", shard_dim=1, size=size) for mlp, placed in _mlps(path, shape)]
+    return [placed(hf_name=f"{mlp}.{name}.{suffix}", shard_dim=1, size=size) for mlp, placed in _mlps(path, shape)]
 
 
 def _latent_projections(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
@@ -102,10 +105,10 @@ SHARED_RULES = (
     ),
     EngineRule(pattern=r".+\.o_proj\.(weight|weight_scale_inv)", slices=unfused(shard_dim=1), attention=True),
     EngineRule(pattern=r"(.+\.embed_tokens)\.weight", slices=_vocabulary, attention=True),
-    EngineRule(pattern=rf"(.+\.experts)\.w13_{SUFFIX}", slices=_gate_up),
-    EngineRule(pattern=rf"(.+\.experts)\.w2_{SUFFIX}", slices=_down),
-    EngineRule(pattern=rf"(.+)\.gate_up_proj\.{SUFFIX}", slices=_gate_up),
-    EngineRule(pattern=r"(.+)\.down_proj\.(weight|weight_scale_inv)", slices=_down),
+    EngineRule(pattern=rf"(.+\.experts)\.w13_{SUFFIX}", slices=gate_up),
+    EngineRule(pattern=rf"(.+\.experts)\.w2_{SUFFIX}", slices=down),
+    EngineRule(pattern=rf"(.+)\.gate_up_proj\.{SUFFIX}", slices=gate_up),
+    EngineRule(pattern=r"(.+)\.down_proj\.(weight|weight_scale_inv)", slices=down),
     EngineRule(pattern=r".+\.mlp\.gate\.weight", slices=unfused(in_model_dtype=True)),
     EngineRule(pattern=r"lm_head\.weight", slices=_vocabulary),
 )

@@ -55,7 +55,8 @@ class EngineShape:
 
         quantization: dict[str, Any] = getattr(config, "quantization_config", None) or {}
         # On a CPU SGLang pads widths so that they divide among ranks, and keeps the original ones next to them.
-        expert_width = first("original_moe_intermediate_size", "moe_intermediate_size")
+        dense_width = first("original_intermediate_size", "intermediate_size")
+        expert_width = first("original_moe_intermediate_size", "moe_intermediate_size") or dense_width
         keys = first("linear_num_key_heads") * first("linear_key_head_dim")
         values = first("linear_num_value_heads") * first("linear_value_head_dim")
         return cls(
@@ -70,9 +71,9 @@ class EngineShape:
             q_latent=first("q_lora_rank"),
             kv_latent=first("kv_lora_rank") + first("qk_rope_head_dim"),
             expert_width=expert_width,
-            shared_width=expert_width * first("n_shared_experts")
+            shared_width=expert_width * first("n_shared_experts", "num_shared_experts")
             or first("original_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
-            dense_width=first("original_intermediate_size", "intermediate_size"),
+            dense_width=dense_width,
             convolved=(keys, keys, values) if values else (),
             tile_rows=(quantization.get("weight_block_size") or FP8_BLOCK)[0],
         )

@@ -18,9 +18,12 @@ FP8_SUFFIX = "-FP8"
 PLAIN_SUFFIX = "-BF16"
 """End of the name of a plain cast of a model that is published in block FP8, in either case."""
 
-OF_SAME_SIZES = dict.fromkeys(("DeepSeek-R1", "DeepSeek-V3-0324", "DeepSeek-V3.1"), "DeepSeek-V3")
+OF_SAME_SIZES = {
+    **dict.fromkeys(("DeepSeek-R1", "DeepSeek-V3-0324", "DeepSeek-V3.1"), "DeepSeek-V3"),
+    **dict.fromkeys(("MiniMax-M2.1", "MiniMax-M2.5", "MiniMax-M2.7"), "MiniMax-M2"),
+}
 """Published model -> the one whose config and tensors it has. V3.1's scales of FP8 are powers of two, which no size
-depends on."""
+depends on; M2.7's context is longer, 204,800 tokens for 196,608."""
 
 SCALE_SUFFIX = "_scale_inv"
 """Suffix that makes the name of the scales from that of a tensor in block FP8."""
@@ -91,11 +94,12 @@ def rope_scaling(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def partial_rotary_factor(hf_config: dict[str, Any], default: float = 1.0) -> float:
-    """Fraction of a head's dimensions that are rotated."""
+    """Fraction of a head's dimensions that are rotated; released models of MiniMax have their number."""
     for settings in (hf_config.get("rope_parameters") or {}, hf_config):
         if settings.get("partial_rotary_factor") is not None:
             return float(settings["partial_rotary_factor"])
-    return default
+    rotated = hf_config.get("rotary_dim")
+    return default if rotated is None else rotated / head_dim(hf_config)
 
 
 def published_names() -> list[str]:

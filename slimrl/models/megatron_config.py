@@ -23,6 +23,10 @@ class MegatronModelConfig:
     """Scaling factor of Llama 3.1's rotary embedding; None without scaling or with another kind."""
     mtp_layers: int = 0
     """Layers for multi-token prediction that a checkpoint of the model may have."""
+    qk_norm_over_heads: bool = False
+    """Whether the norm of queries is over all heads together, and that of keys."""
+    float32_router: bool = False
+    """Whether checkpoints hold the routers' weights in float32, so that trainers do too."""
 
     @property
     def zero_centred_norms(self) -> bool:

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
+from megatron_patches.heads_norm import norm_over_heads
 from slimrl import device
 from slimrl.config.alignment import round_up
 from slimrl.config.fp8_training import megatron_fp8
@@ -69,11 +70,13 @@ def build_model(
             attach_value_head(chunk)
         if trainer.fp8_emulation:
             emulate_fp8(chunk, config, trainer.fp8)
+        if not config.dsa_indexer_loss_coeff:
+            _freeze_indexers(chunk)
         chunk.to(device.compute_device())
         adapt(chunk)
         if trainer.precision == Precision.bf16:
             chunk = Float16Module(config, chunk)
-            _keep_router_buffers_float32(chunk)
+            _keep_routers_float32(chunk, weights=model.float32_router)
         _mark_experts(chunk)
         chunks.append(DistributedDataParallel(config, ddp_config(trainer), chunk, disable_bucketing=index > 0))
     for chunk in chunks:
@@ -149,6 +152,9 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
     if mtp and model.mtp_layers:
         # Detached, they have a gradient norm of their own.
         family |= {"mtp_num_layers": model.mtp_layers, "mtp_detach_heads": True}
+    if family.get("experimental_attention_variant") == "dsa":
+        # The only exchange of context parallelism that sparse attention has.
+        user.setdefault("cp_comm_type", "allgather")
     family.setdefault("activation_func", torch.nn.functional.silu)
     dtype = getattr(torch, trainer.precision.dtype)
     precision = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
@@ -219,6 +225,8 @@ def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: Transform
     place: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
     engine = config.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(config, engine, normalization=config.normalization, vp_stage=stage)
+    if model.qk_norm_over_heads:
+        norm_over_heads(spec)
     mtp = mtp_block_spec(config, spec, engine, stage) if config.mtp_num_layers else None
     return (GptWithMtp if config.mtp_num_layers else GPTModel)(
         config,
@@ -239,15 +247,29 @@ def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: Transform
     )
 
 
-def _keep_router_buffers_float32(chunk: nn.Module) -> None:
+def _keep_routers_float32(chunk: nn.Module, *, weights: bool) -> None:
     """Keep the expert bias and the token counts in float32: bfloat16 counts exactly only up to 256.
 
     Megatron restores only the bias, and only at the first forward pass, when its digits are lost.
+
+    Args:
+        weights: the routers' weights too.
     """
     for module in chunk.modules():
-        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+        if not isinstance(module, TopKRouter):
+            continue
+        if weights:
+            module.weight.data = module.weight.data.float()
+        if module.enable_expert_bias:
             module.expert_bias = module.expert_bias.float()
             module.local_tokens_per_expert = module.local_tokens_per_expert.float()
+
+
+def _freeze_indexers(chunk: nn.Module) -> None:
+    """Leave indexers of sparse attention as they are: only a loss of their own gives them a gradient."""
+    for name, parameter in chunk.named_parameters():
+        if ".indexer." in name:
+            parameter.requires_grad = False
 
 
 def _mark_experts(chunk: nn.Module) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slimrl.config import hf_config
 from slimrl.models.family import family_of
 
 VOCAB = 131
@@ -115,6 +116,8 @@ _LLAMA3_ROPE = {
     "rope_theta": 200_000.0,
 }
 
+# Fewer heads tie many scores at 0.
+_INDEXERS = {"index_topk": 12, "index_head_dim": 24, "index_n_heads": 18}
 _WITHOUT_GROUPS = {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -180,6 +183,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         "rms_norm_eps": 1e-6,
     },
+    "deepseek_v32": {**_DEEPSEEK_V3, **_INDEXERS, "model_type": "deepseek_v32", "rope_parameters": _YARN},
+    "glm_moe_dsa": {**_WITHOUT_GROUPS, **_INDEXERS, "model_type": "glm_moe_dsa", "rms_norm_eps": 1e-6},
+    "glm_moe_dsa_shared": {
+        **_WITHOUT_GROUPS,
+        **_INDEXERS,
+        "model_type": "glm_moe_dsa",
+        "rms_norm_eps": 1e-6,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
+    "hy_v3": {
+        "model_type": "hy_v3",
+        **_HEADS_OF_16,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "router_scaling_factor": 2.5,
+        "rope_theta": 5000.0,
+        "num_nextn_predict_layers": 0,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        **_HEADS_OF_16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 8,
+        "rope_theta": 5000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "moonlight": {
         **_WITHOUT_GROUPS,
         "q_lora_rank": None,
@@ -241,5 +274,4 @@ def mtp_key(config: dict[str, Any]) -> str:
 
 def num_experts(name: str) -> int:
     """0 for a dense model."""
-    config = CONFIGS[name]
-    return config.get("num_experts") or config.get("n_routed_experts") or 0
+    return hf_config.num_experts(CONFIGS[name])

@@ -22,7 +22,7 @@ from slimrl_tools.convert.options import Options
 from slimrl_tools.convert.output_folder import RECORDS
 from slimrl_tools.toy.toy import write_toy
 from slimrl_tools.toy.toy_configs import ToySize
-from small_models import small_model
+from small_models import num_experts, small_model
 from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
@@ -74,10 +74,14 @@ def there_and_back(src: Path, tmp: Path, parallel: ParallelConfig, options: Opti
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe"]
+    "family",
+    [
+        *("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2"),
+        *("qwen3_next", "qwen3_5_moe"),
+    ],
 )
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
-    mtp = 0 if family == "qwen3_moe" else 1
+    mtp = int(family not in ("qwen3_moe", "minimax_m2"))
     write_toy(family, tmp_path / "hf", ToySize(layers=2, mtp_layers=mtp), seed=1)
     back = there_and_back(tmp_path / "hf", tmp_path, LAYOUTS["tp2_ep2_etp1"], shard_bytes=500_000)
     assert_same_tensors(tmp_path / "hf", back)
@@ -102,6 +106,9 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
         "glm4_moe",
         "deepseek_v3",
         "glm4_moe_lite",
+        "glm_moe_dsa_shared",
+        "hy_v3",
+        "minimax_m2",
         "moonlight",
         "qwen3_tied",
         "qwen2",
@@ -115,8 +122,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
 def test_every_family_comes_back_bit_for_bit_from_every_layout(tmp_path, name, layout):
     parallel = LAYOUTS[layout]
     src = small_model(name, tmp_path / "hf")
-    dense = not any(key in read_hf_config(src) for key in ("num_experts", "n_routed_experts"))
-    if dense and (parallel.expert > 1 or parallel.expert_tensor > 1):
+    if not num_experts(name) and (parallel.expert > 1 or parallel.expert_tensor > 1):
         pytest.skip("a dense model has no experts")
     assert_same_tensors(src, there_and_back(src, tmp_path, parallel))
 

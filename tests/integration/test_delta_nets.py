@@ -1,4 +1,4 @@
-"""Gated delta nets of Qwen3-Next and Qwen3.5 train: one gradient under every layout, however the sequences are packed."""
+"""Gated delta nets of Qwen3-Next and Qwen3.5 train: one gradient under every layout and in any packing."""
 
 import json
 import subprocess

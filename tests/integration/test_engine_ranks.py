@@ -16,6 +16,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
+from slimrl.models.family import FAMILIES
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
@@ -25,8 +26,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe")
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]
+NAMES = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2",
+         "qwen3_next", "qwen3_5", "qwen3_5_moe")  # fmt: skip
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -58,8 +59,13 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
     [
-        *((family, *layout) for family in FAMILIES for layout in LAYOUTS),
-        *(("qwen3_5", *layout) for layout in LAYOUTS if layout[1] == 1),
+        (family.name, *layout)
+        for family in FAMILIES
+        for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]
+        if family.name in NAMES
+        and (layout[-1] == 1 or family.attention_groups)
+        # A dense model has no experts to share.
+        and (layout[1] == 1 or family.name != "qwen3_5")
     ],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(

@@ -96,7 +96,10 @@ def update_and_export(rank, num_ranks, port, path, out):
     return logits
 
 
-MORE_FAMILIES = [pytest.param(name, marks=pytest.mark.full) for name in ("glm4_moe", "deepseek_v3", "qwen3_next")]
+MORE_FAMILIES = [
+    pytest.param(name, marks=pytest.mark.full)
+    for name in ("glm4_moe", "deepseek_v3", "hy_v3", "minimax_m2", "qwen3_next")
+]
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", *MORE_FAMILIES])

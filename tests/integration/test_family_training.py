@@ -1,5 +1,6 @@
 """Families beyond Qwen3 train: the bias that chooses experts, and checkpoints that go on under another layout."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,15 @@ TP2_SP_EP2 = {"tensor": 2, "sequence": True, "expert": 2}
 def hf_biases(path: Path) -> dict[str, np.ndarray]:
     """By Megatron's names."""
     return {
-        name.replace("model.", "decoder.").replace("gate.e_score_correction_bias", "router.expert_bias"): value.numpy()
+        re.sub(r"model\.(.*)\.(mlp|block_sparse_moe)\..*", r"decoder.\1.mlp.router.expert_bias", name): value.numpy()
         for name, value in load_file(path / "model.safetensors").items()
-        if name.endswith("e_score_correction_bias")
+        if name.endswith(("e_score_correction_bias", "expert_bias"))
     }
 
 
-def test_an_update_leaves_the_bias_that_chooses_experts_as_it_was(tmp_path):
-    path = small_model("glm4_moe", tmp_path / "hf")
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+def test_an_update_leaves_the_bias_that_chooses_experts_as_it_was(tmp_path, family):
+    path = small_model(family, tmp_path / "hf")
     ((losses, biases),) = run_ranks(updates, 1, path, {"precision": Precision.bf16}, range(2))
     expected = hf_biases(path)
     assert np.isfinite(losses).all()
@@ -53,7 +55,13 @@ OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("glm4_moe", "glm4_moe_lite", "deepseek_v3", "glm_moe_dsa_shared", "hy_v3", "minimax_m2"),
+        *("qwen3_next", "qwen3_5_moe"),
+    ],
+)
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
     run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)

@@ -52,7 +52,7 @@ def cases(folder: Path, names: list[str], num_ranks: int) -> list[tuple[Path, di
 
 
 def test_weights_return_bit_for_bit_under_layouts_of_two_ranks(tmp_path):
-    names = ["qwen3_moe", "glm4_moe", "qwen2", "llama_scaled_tied", "qwen3_next", "qwen3_5"]
+    names = ["qwen3_moe", "glm4_moe", "qwen2", "llama_scaled_tied", "minimax_m2", "qwen3_next", "qwen3_5"]
     run_ranks(round_trip, 2, cases(tmp_path, names, 2), timeout_s=150)
 
 
@@ -67,25 +67,31 @@ def test_weights_of_every_variant_return_bit_for_bit_under_every_layout(tmp_path
     run_ranks(round_trip, num_ranks, cases(tmp_path, [name], num_ranks), timeout_s=150)
 
 
-def expert_biases_in_bf16(rank, world_size, port, path):
-    """Types of the routers' buffers in a bfloat16 model, and its exported biases."""
+def routers_in_bf16(rank, world_size, port, path):
+    """Types of what routers hold in a bfloat16 model, and their tensors as they are exported."""
     join(rank, world_size, port)
     chunks, family, hf_config = loaded_chunks(path, ParallelConfig(), Precision.bf16)
-    buffers = unwrap(chunks[0]).named_buffers()
-    types = {name.rsplit(".", 1)[1]: str(buffer.dtype) for name, buffer in buffers if ".router." in name}
+    model = unwrap(chunks[0])
+    held = [*model.named_parameters(), *model.named_buffers()]
+    types = {name.rsplit(".", 1)[1]: str(tensor.dtype) for name, tensor in held if ".router." in name}
     exported = {
-        name: tensor.numpy().copy()
+        name: tensor.float().numpy().copy()
         for name, tensor in MegatronWeightSource(chunks, family, hf_config, dtype="bfloat16").tensors()
-        if name.endswith("e_score_correction_bias")
+        if name.endswith(("e_score_correction_bias", ".gate.weight"))
     }
     dist.destroy_process_group()
     return types, exported
 
 
-def test_the_bias_that_chooses_experts_keeps_float32_in_a_bfloat16_model(tmp_path):
-    path = small_model("glm4_moe", tmp_path / "hf")
-    ((types, exported),) = run_ranks(expert_biases_in_bf16, 1, path, timeout_s=90)
-    assert types == {"expert_bias": "torch.float32", "local_tokens_per_expert": "torch.float32"}
+@pytest.mark.parametrize(("family", "layers", "weights"), [("glm4_moe", 3, "bfloat16"), ("minimax_m2", 4, "float32")])
+def test_routers_keep_float32_in_a_bfloat16_model(tmp_path, family, layers, weights):
+    """The bias that chooses experts in every model, the weights in those that are published so."""
+    path = small_model(family, tmp_path / "hf")
+    ((types, exported),) = run_ranks(routers_in_bf16, 1, path, timeout_s=90)
+    buffers = {"expert_bias": "torch.float32", "local_tokens_per_expert": "torch.float32"}
+    assert types == {"weight": f"torch.{weights}", **buffers}
     written = load_file(path / "model.safetensors")
-    assert len(exported) == 3
-    assert all(np.array_equal(value, written[name].numpy()) for name, value in exported.items())
+    assert len(exported) == 2 * layers
+    for name, value in exported.items():
+        kind = weights if name.endswith("weight") else "float32"
+        assert np.array_equal(value, written[name].to(getattr(torch, kind)).float().numpy()), name

@@ -299,7 +299,9 @@ def test_an_episode_whose_turns_stop_at_their_calls_continues_as_the_template_wr
     model = MODELS[key]
     close = make_parser(model.parser, TOOLS.schemas).close_marker
     whole = thought_text(key, "Sum.") + call_text(key, {"a": 1, "b": 2})
-    stopped = whole[: whole.rindex(close) + len(close)] if close else whole + call_end(key)
+    # MiniMax-M2's has several tokens.
+    stops = close and len(model.chat().template.encode(close)) == 1
+    stopped = whole[: whole.rindex(close) + len(close)] if stops else whole + call_end(key)
     engine = Script(model, stopped, thought_text(key, "Done.", after_tools=True) + "Three." + answer_end(key))
     trajectory = play(model, engine, stop_at_tool_call=True)
     assert trajectory.status is Status.completed

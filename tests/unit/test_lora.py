@@ -25,7 +25,7 @@ from slimrl.models.hf_config import published_config, published_names
 from slimrl.models.peft_config import peft_config
 
 LORA = LoraConfig(rank=8)
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def recipe(**lora) -> Recipe:
@@ -44,7 +44,9 @@ def test_the_rules_know_the_linear_layers_of_every_published_model(name):
         layer_name(tensor)
         for rule in family_of(config).weight_map(config).rules
         for tensor in rule.hf
-        if rule.quantizable and tensor.name.endswith(".weight") and "linear_attn" not in tensor.name
+        if rule.quantizable
+        and tensor.name.endswith(".weight")
+        and not any(part in tensor.name for part in ("linear_attn", ".indexer."))
     }
     assert set(linear_layers(config)) == held
     assert held <= set(LINEAR_LAYERS)

@@ -4,6 +4,7 @@ The indices in `slimrl/models/hf_indices` say what each of them rests on.
 """
 
 import json
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,7 @@ COUNTED = {
     "DeepSeek-V3": 91_991,
     "Kimi-K2": 139_644,
     "GLM-4.7-Flash": 9_703,
+    "Hy3": 47_138,
     "Moonlight-16B-A3B": 5_317 + 27,
     "Llama-3-8B": 291,
 }
@@ -62,6 +64,10 @@ BIG = ("Kimi-K2", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-Next-80B-A3B")
 
 WHOLE_QWEN3_NEXT_FP8 = 151_479
 """Tensors of Qwen3-Next-80B-A3B in block FP8, scales included, in the report from which its index is."""
+
+
+COUNTED_ELEMENTS = {"MiniMax-M2": 228_703_644_928, "GLM-4.7-Flash": 31_221_488_576}
+"""Elements of all tensors, scales included, as the Hub counts them."""
 
 
 def config_of(name: str) -> dict:
@@ -123,6 +129,8 @@ def test_published_tensors_are_those_of_the_weight_map_in_name_shape_and_dtype(n
     assert not folder.left_out.keys() & expected.keys()
     if name in COUNTED:
         assert len(published_tensors(name)) == COUNTED[name]
+    if name in COUNTED_ELEMENTS:
+        assert sum(prod(tensor.shape) for tensor in published_tensors(name).values()) == COUNTED_ELEMENTS[name]
 
 
 def test_what_is_left_out_of_published_models_is_the_head_of_two_and_the_frequencies_of_two():

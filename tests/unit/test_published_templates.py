@@ -153,6 +153,14 @@ ODDITIES = {
         "glm45", (USER, said(None)), "[gMASK]<sop><|user|>\nq<|assistant|>\n<think></think>\nNone"),
     "GLM-4.5 refuses arguments that are text": ("glm45", (USER, said(tool_calls=[TEXT_CALL])), None),
     "GLM-4.7 too": ("glm47", (USER, said(tool_calls=[TEXT_CALL])), None),
+    "a result without a call is refused": ("minimax_m2", (USER, said("a"), RESULT), None),
+    "a later system message is dropped": (
+        "minimax_m2", (USER, {"role": "system", "content": "b"}), "]~!b[]~b]system\nYou help.[e~[\n]~b]user\nq[e~[\n"),
+    "calls of a turn have markers of their own within common ones": (
+        "minimax_m2", (USER, said(None, tool_calls=[CALL] * 2), RESULT, RESULT),
+        "]~!b[]~b]system\nYou help.[e~[\n]~b]user\nq[e~[\n]~b]ai\nNone<minimax:tool_call>\n"
+        + '<invoke name="f">\n<parameter name="x">true</parameter>\n</invoke>\n' * 2
+        + "</minimax:tool_call>[e~[\n]~b]tool\n<response>r</response>\n<response>r</response>[e~[\n"),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """SGLang's parsers through ours: good calls are read, everything broken is a malformed call, never an exception."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,13 +17,13 @@ from slimrl.agent.sglang_parser import MARKERS, NOT_CLOSED, NOT_OPENED, UNREADAB
 from slimrl.config.package_fields import tool_call_parsers
 
 KEYS = {"qwen25": "qwen3", "hermes": "qwen3", "glm45": "glm45", "deepseekv3": "deepseek_v3",
-        "deepseekv31": "deepseek_v31", "kimi_k2": "kimi_k2"}  # fmt: skip
+        "deepseekv31": "deepseek_v31", "kimi_k2": "kimi_k2", "minimax-m2": "minimax_m2"}  # fmt: skip
 """Parser -> a model of chat_texts.py that writes so."""
 GOOD, OTHER = {"a": 1, "b": 2}, {"a": 3, "b": 4, "note": "x } ] </b> \\ \" '"}
 
 CODER = "<tool_call>\n<function=add>\n{}\n</function>\n</tool_call>"
 PARSERS = (*KEYS, "qwen3_coder", "glm47")
-AS_TAGS = {"glm45", "glm47", "qwen3_coder"}
+AS_TAGS = {"glm45", "glm47", "minimax-m2", "qwen3_coder"}
 """Formats whose arguments are plain text between tags, not JSON."""
 
 
@@ -79,8 +80,8 @@ def broken_texts(name):
     else:
         another = good.replace(">1<", ">one<").replace("\n1\n", "\none\n")
         yield "an argument of another type", another, "a: 'one' is not of type 'integer'"
-        yield "a key that is not closed", good.replace("</arg_key>", "").replace("=a>", "=a"), ""
-        yield "a value that is not closed", good.replace("1</arg_value>", "1").replace("1\n</parameter>", "one"), ""
+        yield "a key that is not closed", re.sub('</arg_key>|(?<==a)>|(?<="a")>', "", good), ""
+        yield "a value that is not closed", re.sub("(?<=1)\n?</(arg_value|parameter)>", "one", good), ""
 
 
 BROKEN = [(name, *rest) for name in PARSERS for rest in broken_texts(name)]

@@ -19,6 +19,7 @@ from typing import Any
 Hook = tuple[str, str, Callable[..., Any]]
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_SPARSE = "sglang.srt.configs.model_config.is_deepseek_dsa"
 _LATENT = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _FROM_DISK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -36,6 +37,7 @@ _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.Messag
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
 _DELTA_NET_3_5 = "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet"
 _GLM_DRAFT = "sglang.srt.models.glm4_moe_lite_nextn.Glm4MoeLiteForCausalLMNextN"
+_HY_DRAFT = "sglang.srt.models.hunyuan_v3_nextn.HYV3ForCausalLMNextN"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _NORM = "sglang.srt.layers.layernorm.RMSNorm"
 _ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
@@ -44,6 +46,7 @@ _GATED_NORM_3_5 = "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+_MINIMAX_NORMS = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm"
 _LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
 _LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 _SAMPLER = "sglang.srt.layers.sampler"
@@ -124,12 +127,15 @@ def hooks() -> list[Hook]:
         attention_data_parallel,
         batched_attention,
         batched_experts,
+        draft_embedding,
         gates,
         head_padding,
+        heads_norm,
         latent_attention,
         native_layers,
         packed_linear,
         seeded_sampling,
+        sparse_attention,
     )
 
     return [
@@ -141,9 +147,13 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}.init_forward_metadata", "after", batched_attention.after_init_forward_metadata),
         (f"{_BACKEND}._run_sdpa_forward_decode", "around", batched_attention.around_decode),
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
+        (_SPARSE, "replace", sparse_attention.is_deepseek_dsa),
+        (f"{_LATENT}.__init__", "after", sparse_attention.after_init),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "around", latent_attention.around_rope),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
+        (f"{_MINIMAX_NORMS}.forward", "replace", heads_norm.forward),
+        (f"{_HY_DRAFT}.set_embed_and_head", "replace", draft_embedding.set_embed_and_head),
         (f"{_NORM}.forward_native", "around", native_layers.around_rms_norm),
         (f"{_ROTARY}.forward_native", "around", native_layers.around_rotary),
         (f"{_LINEAR}.apply", "around", packed_linear.around_apply),

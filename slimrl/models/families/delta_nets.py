@@ -179,7 +179,7 @@ def shared_moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rul
     )
     shared = int(required(hf_config, "shared_expert_intermediate_size"))
     return [
-        *router_rules(hidden, num_experts(hf_config), prefix, bias=False),
+        *router_rules(hidden, num_experts(hf_config), prefix, bias=None),
         gate,
         *shared_expert_rules(hidden, shared, prefix, hf_name="shared_expert"),
         *expert_rules(hidden, wide, num_experts(hf_config), prefix),

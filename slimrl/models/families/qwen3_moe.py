@@ -35,7 +35,7 @@ def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None) -> Weig
             *attention_rules(hf_config, every, bias=False, qk_norm=True),
             mlp_norm_rule(hf_config, every),
             *mlp_rules(hf_config, with_mlp),
-            *router_rules(hidden, experts, with_experts, bias=False),
+            *router_rules(hidden, experts, with_experts, bias=None),
             *expert_rules(hidden, wide, experts, with_experts),
             *head_rules(hf_config, padded_vocab_size),
         ]

@@ -11,6 +11,9 @@ from slimrl.models.hf_config import head_dim, required
 from slimrl.models.layout_ops import GateUp, GroupedQKV, Identity, LayoutOp
 from slimrl.models.weight_map import HfTensor, Rule, Shard
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+"""Usual names of the three matrices of a gated MLP."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPrefix:
@@ -75,13 +78,20 @@ def dense_decoder_rules(
 
 
 def attention_rules(
-    hf_config: dict[str, Any], prefix: LayerPrefix, *, bias: bool, qk_norm: bool, gated: bool = False
+    hf_config: dict[str, Any],
+    prefix: LayerPrefix,
+    *,
+    bias: bool,
+    qk_norm: bool,
+    norm_over_heads: bool = False,
+    gated: bool = False,
 ) -> list[Rule]:
     """Grouped-query attention with its input norm.
 
     Args:
         bias: of the query, key and value projections.
-        qk_norm: an RMSNorm over each head's queries and keys.
+        qk_norm: an RMSNorm over queries and one over keys, each head's by itself.
+        norm_over_heads: these norms are over all heads together.
         gated: the query projection also gives a gate of each head's output.
     """
     hidden, heads = required(hf_config, "hidden_size"), required(hf_config, "num_attention_heads")
@@ -104,9 +114,10 @@ def attention_rules(
     if bias:
         rules.append(qkv("bias"))
     if qk_norm:
+        normed = {"q": heads * dim, "k": groups * dim} if norm_over_heads else {"q": dim, "k": dim}
         rules += [
-            norm_rule((megatron + "q_layernorm.weight",), hf + "q_norm.weight", dim, prefix),
-            norm_rule((megatron + "k_layernorm.weight",), hf + "k_norm.weight", dim, prefix),
+            norm_rule((f"{megatron}{name}_layernorm.weight",), f"{hf}{name}_norm.weight", size, prefix)
+            for name, size in normed.items()
         ]
     return [*rules, output_projection_rule(hidden, heads * dim, prefix)]
 
@@ -151,12 +162,27 @@ def shared_expert_rules(hidden: int, wide: int, prefix: LayerPrefix, *, hf_name:
     return _gated_mlp_rules(hidden, wide, prefix, (name,), f"{prefix.hf}mlp.{hf_name}.")
 
 
-def expert_rules(hidden: int, wide: int, experts: int, prefix: LayerPrefix) -> list[Rule]:
-    """The routed experts, each `wide`."""
+def expert_rules(
+    hidden: int,
+    wide: int,
+    experts: int,
+    prefix: LayerPrefix,
+    *,
+    hf_name: str = "mlp.experts",
+    matrices: tuple[str, str, str] = GATE_UP_DOWN,
+) -> list[Rule]:
+    """The routed experts, each `wide`.
+
+    Args:
+        hf_name: what Hugging Face calls them in a layer.
+        matrices: and the three matrices of each: gate, up and down.
+    """
     local = prefix.megatron + "mlp.experts.local_experts.{expert}.{linear}.weight"
     grouped = prefix.megatron + "mlp.experts.{linear}.weight{expert}"
-    hf = prefix.hf + "mlp.experts.{expert}."
-    return _gated_mlp_rules(hidden, wide, prefix, (local, grouped), hf, group="expert_tensor", num_experts=experts)
+    hf = f"{prefix.hf}{hf_name}.{{expert}}."
+    return _gated_mlp_rules(
+        hidden, wide, prefix, (local, grouped), hf, matrices=matrices, group="expert_tensor", num_experts=experts
+    )
 
 
 def _gated_mlp_rules(
@@ -166,12 +192,13 @@ def _gated_mlp_rules(
     megatron: tuple[str, ...],
     hf: str,
     *,
+    matrices: tuple[str, str, str] = GATE_UP_DOWN,
     group: Literal["tensor", "expert_tensor"] = "tensor",
     num_experts: int | None = None,
 ) -> list[Rule]:
     """A gated MLP. `megatron`: names with {linear} for its two linears; `hf`: prefix of gate, up and down."""
-    gate_up = tuple(HfTensor(name=f"{hf}{name}.weight", shape=(wide, hidden)) for name in ("gate_proj", "up_proj"))
-    down = HfTensor(name=hf + "down_proj.weight", shape=(hidden, wide))
+    gate_up = tuple(HfTensor(name=f"{hf}{name}.weight", shape=(wide, hidden)) for name in matrices[:2])
+    down = HfTensor(name=f"{hf}{matrices[2]}.weight", shape=(hidden, wide))
 
     def rule(linear: str, tensors: tuple[HfTensor, ...], op: LayoutOp, dim: int) -> Rule:
         return Rule(
@@ -187,21 +214,34 @@ def _gated_mlp_rules(
     return [rule("linear_fc1", gate_up, GateUp(), 0), rule("linear_fc2", (down,), Identity(), 1)]
 
 
-def router_rules(hidden: int, experts: int, prefix: LayerPrefix, *, bias: bool) -> list[Rule]:
-    """The router; `bias`: with the expert bias, which balances load and stays in float32."""
+def router_rules(
+    hidden: int,
+    experts: int,
+    prefix: LayerPrefix,
+    *,
+    hf_name: str = "mlp.gate.weight",
+    bias: str | None,
+    dtype: str | None = None,
+) -> list[Rule]:
+    """The router.
+
+    Args:
+        hf_name: what Hugging Face calls its weight in a layer.
+        bias: and the expert bias, which balances load and stays in float32; None without one.
+        dtype: of the weight in every checkpoint; None for that of the others.
+    """
     weight = Rule(
         megatron=(prefix.megatron + "mlp.router.weight",),
-        hf=(HfTensor(name=prefix.hf + "mlp.gate.weight", shape=(experts, hidden)),),
+        hf=(HfTensor(name=prefix.hf + hf_name, shape=(experts, hidden), dtype=dtype),),
         layers=prefix.layers,
     )
-    if not bias:
+    if bias is None:
         return [weight]
-    name = prefix.hf + "mlp.gate.e_score_correction_bias"
     return [
         weight,
         Rule(
             megatron=(prefix.megatron + "mlp.router.expert_bias",),
-            hf=(HfTensor(name=name, shape=(experts,), dtype="float32"),),
+            hf=(HfTensor(name=prefix.hf + bias, shape=(experts,), dtype="float32"),),
             layers=prefix.layers,
         ),
     ]
