@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slimrl.data.model_weights import TensorSpec
+from slimrl.models.engine_rules import NORM_OVER_HEADS
 from slimrl.models.engine_slice import EngineRule
 from slimrl.models.families import (
     deepseek_v3,
@@ -12,6 +13,7 @@ from slimrl.models.families import (
     glm4_moe_lite,
     llama,
     minimax_m2,
+    olmoe,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -113,6 +115,14 @@ FAMILIES = (
         unserved=minimax_m2.unserved,
         engine_rules=minimax_m2.ENGINE_RULES,
         call_parsers=("minimax-m2",),
+    ),
+    Family(
+        name="olmoe",
+        model_types=("olmoe",),
+        module=olmoe,
+        unserved=olmoe.unserved,
+        engine_rules=(NORM_OVER_HEADS,),
+        call_parsers=(),
     ),
     Family(
         name="qwen3_next",

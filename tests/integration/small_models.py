@@ -87,6 +87,13 @@ _QWEN3_NEXT = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
 }
+_OLMOE = {
+    "model_type": "olmoe",
+    **_SHARED,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
 _YARN = {
     "rope_type": "yarn",
     "factor": 40.0,
@@ -161,6 +168,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "olmoe": _OLMOE,
+    "olmoe_grouped": {**_OLMOE, "num_key_value_heads": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
     "moonlight": {
         **_WITHOUT_GROUPS,
         "q_lora_rank": None,
