@@ -45,6 +45,8 @@ class Family:
     module: FamilyModule
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
+    attention_dp: bool = True
+    """Whether SGLang's model of it attends in groups of an engine's ranks (`rollout.engine_attention_dp`)."""
     unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
     """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
     draft: DraftModel | None = None
@@ -84,8 +86,16 @@ class Family:
 FAMILIES = (
     Family(name="qwen3", model_types=("qwen3",), module=qwen3, call_parsers=("qwen25", "qwen3_coder")),
     Family(name="qwen3_moe", model_types=("qwen3_moe",), module=qwen3_moe, call_parsers=("qwen25", "qwen3_coder")),
-    Family(name="qwen2", model_types=("qwen2",), module=qwen2, call_parsers=("qwen25", "hermes")),
-    Family(name="llama", model_types=("llama",), module=llama, call_parsers=("llama3", "pythonic", "hermes")),
+    Family(
+        name="qwen2", model_types=("qwen2",), module=qwen2, attention_dp=False, call_parsers=("qwen25", "hermes")
+    ),
+    Family(
+        name="llama",
+        model_types=("llama",),
+        module=llama,
+        attention_dp=False,
+        call_parsers=("llama3", "pythonic", "hermes"),
+    ),
     Family(
         name="glm4_moe",
         model_types=("glm4_moe",),
@@ -120,6 +130,7 @@ FAMILIES = (
         name="olmoe",
         model_types=("olmoe",),
         module=olmoe,
+        attention_dp=False,
         unserved=olmoe.unserved,
         engine_rules=(NORM_OVER_HEADS,),
         call_parsers=(),

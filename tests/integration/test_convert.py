@@ -29,6 +29,7 @@ from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.units import show_bytes
 
@@ -74,10 +75,10 @@ def there_and_back(src: Path, tmp: Path, parallel: ParallelConfig, options: Opti
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_next"]
+    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmoe", "qwen3_next"]
 )
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
-    mtp = int(family not in ("qwen3_moe", "minimax_m2"))
+    mtp = int(family_of({"model_type": family}).has_mtp)
     write_toy(family, tmp_path / "hf", ToySize(layers=2, mtp_layers=mtp), seed=1)
     back = there_and_back(tmp_path / "hf", tmp_path, LAYOUTS["tp2_ep2_etp1"], shard_bytes=500_000)
     assert_same_tensors(tmp_path / "hf", back)
@@ -103,6 +104,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
         "deepseek_v3",
         "glm4_moe_lite",
         "minimax_m2",
+        "olmoe",
         "moonlight",
         "qwen3_tied",
         "qwen2",

@@ -16,6 +16,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
+from slimrl.models.family import family_of
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
@@ -26,6 +27,12 @@ SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
 FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmoe", "qwen3_next")
+
+
+def layouts(family: str) -> list[tuple[int, int, int]]:
+    """(tensor, expert, groups): groups where SGLang's model forms them, else more ranks than key-value heads."""
+    groups = [(2, 1, 2), (4, 2, 2)] if family_of({"model_type": family}).attention_dp else [(4, 2, 1)]
+    return [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups]
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -56,7 +63,7 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
-    [(family, *layout) for family in FAMILIES for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]],
+    [(family, *layout) for family in FAMILIES for layout in layouts(family)],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups

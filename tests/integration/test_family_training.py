@@ -55,7 +55,7 @@ OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2", "olmoe", "qwen3_next"])
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
     run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)

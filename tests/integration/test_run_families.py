@@ -21,6 +21,7 @@ GROUPED = ["rollout.engine_tp=2", "rollout.engine_ep=2", "rollout.engine_attenti
         ("glm4_moe", []),
         ("glm4_moe_lite", []),
         ("minimax_m2", []),
+        ("olmoe", []),
         ("deepseek_v3", []),
         ("qwen3_next", ["rollout.routed_experts=true"]),
         ("deepseek_v3", GROUPED),

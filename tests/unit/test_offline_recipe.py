@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+from slimrl_tools.toy.toy import write_toy
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
+from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.speculative import DraftMode
@@ -15,6 +17,7 @@ from slimrl.models import offline_recipe
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import nearest_published
 from slimrl.models.offline_recipe import OfflineRecipe, read_offline
+from slimrl.runtime.checks.model_check import model_problems
 
 ROOT = Path(__file__).parents[2]
 A3B = "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml"
@@ -57,6 +60,23 @@ def refused(*overrides: str, files: bool = False) -> list[str]:
 )  # fmt: skip
 def test_what_a_start_would_not_find_is_refused_from_sources_and_the_config_alone(override, message):
     assert refused(override) == [f"command line: {override.partition('=')[0]}: {message}"]
+
+
+@pytest.mark.parametrize("family", ["olmoe", "llama", "qwen2", "qwen3"])
+def test_engines_form_groups_of_ranks_where_sglangs_model_does(tmp_path, family):
+    write_toy(family, tmp_path / "toy", ToySize(layers=1), 0)
+    grouped = ["run.name=r", f"model.path={tmp_path}/toy", "rollout.engine_tp=2", "rollout.engine_attention_dp=2"]
+    said = f"rollout.engine_attention_dp: 2: SGLang's model of {family} forms no groups. Use 1."
+    none = family != "qwen3"
+    for command in ("train", "eval"):
+        loaded, _ = read_recipe(A3B, grouped, command)
+        started = [f"{problem.key}: {problem.message}" for problem in model_problems(loaded, devices=False)]
+        assert (said in started) == none
+    with pytest.raises(RecipeError) as caught:
+        read_offline(A3B, [*grouped, "steps=0"], "train")
+    assert (said in str(caught.value)) == none
+    loaded, _ = read_recipe(A3B, grouped, "sft")
+    assert said not in [f"{problem.key}: {problem.message}" for problem in model_problems(loaded, devices=False)]
 
 
 def test_modules_that_are_not_here_are_noted_and_refused_with_the_files_alone():

@@ -33,6 +33,7 @@ LARGE = {
     "glm4_moe/glm_4_5": "GLM-4.5",
     "glm4_moe_lite/glm_4_7_flash": "GLM-4.7-Flash",
     "minimax_m2/minimax_m2": "MiniMax-M2",
+    "olmoe/olmoe_1b_7b": "OLMoE-1B-7B-0924",
 }
 """Start of the recipe's name -> the published model."""
 

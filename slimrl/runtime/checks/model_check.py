@@ -59,6 +59,7 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
+    problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
     if trains(loaded.command):
         megatron = loaded.recipe.model.megatron
         if megatron:
@@ -66,7 +67,6 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
                 check_architecture(weights_folder(Path(megatron)), architecture_of(hf_config))
             except ValueError as error:
                 problems.append(loaded.problem("model.megatron", str(error)))
-        problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         if loaded.recipe.trainer.mtp.train and not has_mtp and family_of(hf_config).has_mtp:
             lacks = f"true, but {path} has no tensors of the layers for multi-token prediction. Use false."
             problems.append(loaded.problem("trainer.mtp.train", lacks))
