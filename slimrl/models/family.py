@@ -46,7 +46,7 @@ class Family:
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
     attention_dp: bool = True
-    """Whether SGLang's model of it attends in groups of an engine's ranks (`rollout.engine_attention_dp`)."""
+    """Whether SGLang's model of it, if it has experts, attends in groups of ranks (`rollout.engine_attention_dp`)."""
     unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
     """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
     draft: DraftModel | None = None
@@ -54,8 +54,8 @@ class Family:
     engine_rules: tuple[EngineRule, ...] = ()
     """What parameters of SGLang's model hold, where the rules that families share do not say it or are wrong."""
     call_parsers: tuple[str, ...]
-    """SGLang's parsers of the calls that its models write. A model's is the first that reads what its chat template
-    writes."""
+    """SGLang's parsers of the calls that its models write, none if their chat template writes none. A model's is the
+    first that reads what its chat template writes."""
 
     @property
     def has_mtp(self) -> bool:
@@ -86,16 +86,8 @@ class Family:
 FAMILIES = (
     Family(name="qwen3", model_types=("qwen3",), module=qwen3, call_parsers=("qwen25", "qwen3_coder")),
     Family(name="qwen3_moe", model_types=("qwen3_moe",), module=qwen3_moe, call_parsers=("qwen25", "qwen3_coder")),
-    Family(
-        name="qwen2", model_types=("qwen2",), module=qwen2, attention_dp=False, call_parsers=("qwen25", "hermes")
-    ),
-    Family(
-        name="llama",
-        model_types=("llama",),
-        module=llama,
-        attention_dp=False,
-        call_parsers=("llama3", "pythonic", "hermes"),
-    ),
+    Family(name="qwen2", model_types=("qwen2",), module=qwen2, call_parsers=("qwen25", "hermes")),
+    Family(name="llama", model_types=("llama",), module=llama, call_parsers=("llama3", "pythonic", "hermes")),
     Family(
         name="glm4_moe",
         model_types=("glm4_moe",),

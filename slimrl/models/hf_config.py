@@ -24,7 +24,7 @@ OF_SAME_SIZES = {
     **{f"OLMoE-1B-7B-{name}": "OLMoE-1B-7B-0924" for name in ("0924-Instruct", "0125", "0125-Instruct")},
 }
 """Published model -> the one whose config and tensors it has. V3.1's scales of FP8 are powers of two, which no size
-depends on; M2.7's context is longer, 204,800 tokens for 196,608."""
+depends on; M2.7's context is longer, 204,800 tokens for 196,608. OLMoE's 0125 is stored in float32."""
 
 SCALE_SUFFIX = "_scale_inv"
 """Suffix that makes the name of the scales from that of a tensor in block FP8."""
