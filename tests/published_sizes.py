@@ -16,6 +16,7 @@ PUBLISHED_SIZES = {
     "GLM-4.5": PublishedSize(355, 32),
     "GLM-4.5-Air": PublishedSize(106, 12),
     "GLM-4.7-Flash": PublishedSize(30, 3),
+    "Hy3": PublishedSize(295, 21),
     "Kimi-K2": PublishedSize(1000, 32),
     "Llama-3-8B": PublishedSize(8.03, 8.03),
     "Llama-3.1-8B": PublishedSize(8.03, 8.03),

@@ -11,6 +11,7 @@ from slimrl.models.families import (
     deepseek_v3,
     glm4_moe,
     glm4_moe_lite,
+    hy_v3,
     llama,
     minimax_m2,
     olmoe,
@@ -45,8 +46,8 @@ class Family:
     module: FamilyModule
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
-    attention_dp: bool = True
-    """Whether SGLang's model of it, if it has experts, attends in groups of ranks (`rollout.engine_attention_dp`)."""
+    attention_groups: bool = True
+    """Whether ranks of an engine of SGLang can share out requests (`rollout.engine_attention_dp`)."""
     unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
     """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
     draft: DraftModel | None = None
@@ -111,6 +112,16 @@ FAMILIES = (
         call_parsers=("deepseekv31", "deepseekv3", "kimi_k2"),
     ),
     Family(
+        name="hy_v3",
+        model_types=("hy_v3",),
+        module=hy_v3,
+        draft=DraftModel(model_class="HYV3ForCausalLMNextN", layer_name=hy_v3.draft_layer_name),
+        attention_groups=False,
+        unserved=hy_v3.unserved,
+        engine_rules=hy_v3.ENGINE_RULES,
+        call_parsers=("hunyuan",),
+    ),
+    Family(
         name="minimax_m2",
         model_types=("minimax_m2",),
         module=minimax_m2,
@@ -122,7 +133,7 @@ FAMILIES = (
         name="olmoe",
         model_types=("olmoe",),
         module=olmoe,
-        attention_dp=False,
+        attention_groups=False,
         unserved=olmoe.unserved,
         engine_rules=(NORM_OVER_HEADS,),
         call_parsers=(),

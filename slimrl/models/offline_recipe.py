@@ -144,9 +144,10 @@ def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterato
     except ValueError as error:
         yield "model.path", f"{loaded.recipe.model.path}: {error}."
         return
-    if loaded.command in SERVING and not family.attention_dp and loaded.recipe.rollout.engine_attention_dp > 1:
-        groups = loaded.recipe.rollout.engine_attention_dp
-        yield "rollout.engine_attention_dp", f"{groups}: SGLang's model of {family.name} forms no groups. Use 1."
+    if loaded.command in SERVING and not family.attention_groups and loaded.recipe.rollout.engine_attention_dp > 1:
+        groups, kind = loaded.recipe.rollout.engine_attention_dp, hf_config["model_type"]
+        text = f"{groups}: SGLang shards attention of {kind} over all ranks of an engine. Use 1."
+        yield "rollout.engine_attention_dp", text
     if trains(loaded.command):
         yield from with_critic(partial(_fields_of_experts, architecture), loaded.recipe, loaded.command)
         yield from _mtp_violations(loaded.recipe, architecture)

@@ -142,6 +142,21 @@ def _glm4_moe_lite(size: ToySize) -> dict[str, Any]:
     return own | {name: value for name, value in _deepseek_v3(size).items() if name not in others}
 
 
+def _hy_v3(size: ToySize) -> dict[str, Any]:
+    return {
+        **_decoder(size, "HYV3ForCausalLM", "hy_v3", without=("use_sliding_window",)),
+        "moe_intermediate_size": size.moe_intermediate,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "router_scaling_factor": 1.5,
+        "route_norm": True,
+        "qk_norm": True,
+        "num_nextn_predict_layers": size.mtp_layers,
+    }
+
+
 def _minimax_m2(size: ToySize) -> dict[str, Any]:
     """Half of each head's dimensions are rotated."""
     without = ("use_sliding_window", "attention_bias")
@@ -184,5 +199,6 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_next": _qwen3_next,
     "minimax_m2": _minimax_m2,
     "olmoe": _olmoe,
+    "hy_v3": _hy_v3,
 }
 """Function that makes the config of each family, by the family's name."""

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimrl.config import hf_config
 from slimrl.models.family import family_of
+from slimrl.toys.toy_configs import TOYS, ToySize
 
 VOCAB = 131
 
@@ -158,6 +159,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         "rms_norm_eps": 1e-6,
     },
+    "hy_v3": {
+        "model_type": "hy_v3",
+        **_HEADS_OF_16,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "router_scaling_factor": 2.5,
+        "rope_theta": 5000.0,
+        "num_nextn_predict_layers": 0,
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         **_HEADS_OF_16,
@@ -180,6 +192,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """config.json by name: a family, and what is special."""
+
+
+WITH_EXPERTS = tuple(name for name, config in TOYS.items() if hf_config.num_experts(config(ToySize())))
+"""Families of models with experts, each of which has a toy and a config above under its name."""
 
 
 def small_model(name: str, path: Path, **changes: Any) -> Path:

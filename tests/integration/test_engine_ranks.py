@@ -10,6 +10,7 @@ import torch
 from engine_probes import KEY
 from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
+from small_models import WITH_EXPERTS
 from transformers import AutoModelForCausalLM
 
 from slimrl.config.schema.precision import Precision
@@ -26,12 +27,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "olmoe", "qwen3_next")
 
 
 def layouts(family: str) -> list[tuple[int, int, int]]:
     """(tensor, expert, groups): groups where SGLang's model forms them, else more ranks than key-value heads."""
-    groups = [(2, 1, 2), (4, 2, 2)] if family_of({"model_type": family}).attention_dp else [(4, 2, 1)]
+    groups = [(2, 1, 2), (4, 2, 2)] if family_of({"model_type": family}).attention_groups else [(4, 2, 1)]
     return [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups]
 
 
@@ -63,7 +63,7 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
-    [(family, *layout) for family in FAMILIES for layout in layouts(family)],
+    [(family, *layout) for family in WITH_EXPERTS for layout in layouts(family)],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups

@@ -5,10 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from slimrl_tools.toy.toy import write_toy
 from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
-from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.speculative import DraftMode
@@ -17,7 +15,6 @@ from slimrl.models import offline_recipe
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import nearest_published
 from slimrl.models.offline_recipe import OfflineRecipe, read_offline
-from slimrl.runtime.checks.model_check import model_problems
 
 ROOT = Path(__file__).parents[2]
 A3B = "recipes/qwen3_moe/qwen3_30b_a3b_gspo.yaml"
@@ -62,21 +59,14 @@ def test_what_a_start_would_not_find_is_refused_from_sources_and_the_config_alon
     assert refused(override) == [f"command line: {override.partition('=')[0]}: {message}"]
 
 
-@pytest.mark.parametrize("family", ["olmoe", "minimax_m2"])
-def test_engines_with_experts_form_groups_of_ranks_where_sglangs_model_does(tmp_path, family):
-    write_toy(family, tmp_path / "toy", ToySize(layers=1), 0)
-    grouped = ["run.name=r", f"model.path={tmp_path}/toy", "rollout.engine_tp=2", "rollout.engine_attention_dp=2"]
-    said = f"rollout.engine_attention_dp: 2: SGLang's model of {family} forms no groups. Use 1."
-    none = family == "olmoe"
-    for command in ("train", "eval"):
-        loaded, _ = read_recipe(A3B, grouped, command)
-        started = [f"{problem.key}: {problem.message}" for problem in model_problems(loaded, devices=False)]
-        assert (said in started) == none
+@pytest.mark.parametrize(("model", "refused"), [("OLMoE-1B-7B-0924", True), ("GLM-4.7-Flash", False)])
+def test_groups_of_ranks_are_refused_where_sglang_shards_attention_over_all_of_them(model, refused):
+    positions = ("rollout.max_trajectory_tokens=512", "rollout.sampling.max_new_tokens=256", "steps=0")
+    grouped = (f"model.path=models/{model}", "rollout.engine_tp=2", "rollout.engine_attention_dp=2", *positions)
     with pytest.raises(RecipeError) as caught:
-        read_offline(A3B, [*grouped, "steps=0"], "train")
-    assert (said in str(caught.value)) == none
-    fitting = ("trainer.parallel.tensor=1", "trainer.parallel.sequence=false", "sft.max_tokens=512")
-    read_offline("recipes/qwen3_moe/qwen3_30b_a3b_sft.yaml", [*grouped, *fitting], "sft")
+        read_offline(A3B, grouped, "eval")
+    said = "rollout.engine_attention_dp: 2: SGLang shards attention of olmoe over all ranks of an engine. Use 1."
+    assert (said in str(caught.value)) == refused
 
 
 def test_modules_that_are_not_here_are_noted_and_refused_with_the_files_alone():

@@ -79,6 +79,8 @@ ROUNDED_TO_A_BILLION = {
     "DeepSeek-V3",
     # 3.26B, published as 3B, 8.7% apart; 3.90B with embedding and head.
     "GLM-4.7-Flash",
+    # 20.68B, published as 21B, 1.5% apart.
+    "Hy3",
     # 9.80B, published as 10B, 2% apart.
     "MiniMax-M2",
     # 12.18B, published as 12B, 1.5% apart, and nowhere closer.

@@ -32,6 +32,7 @@ LARGE = {
     "glm4_moe/glm_4_5_air": "GLM-4.5-Air",
     "glm4_moe/glm_4_5": "GLM-4.5",
     "glm4_moe_lite/glm_4_7_flash": "GLM-4.7-Flash",
+    "hy_v3/hy3": "Hy3",
     "minimax_m2/minimax_m2": "MiniMax-M2",
     "olmoe/olmoe_1b_7b": "OLMoE-1B-7B-0924",
 }

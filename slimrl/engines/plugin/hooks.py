@@ -36,6 +36,7 @@ _SOCKET = "zmq.sugar.socket.Socket"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
 _GLM_DRAFT = "sglang.srt.models.glm4_moe_lite_nextn.Glm4MoeLiteForCausalLMNextN"
+_HY_DRAFT = "sglang.srt.models.hunyuan_v3_nextn.HYV3ForCausalLMNextN"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _NORM = "sglang.srt.layers.layernorm.RMSNorm"
 _ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
@@ -126,6 +127,7 @@ def hooks() -> list[Hook]:
         attention_data_parallel,
         batched_attention,
         batched_experts,
+        draft_embedding,
         gates,
         head_padding,
         heads_norm,
@@ -148,6 +150,7 @@ def hooks() -> list[Hook]:
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "around", latent_attention.around_rope),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
         (f"{_MINIMAX_NORMS}.forward", "replace", heads_norm.forward),
+        (f"{_HY_DRAFT}.set_embed_and_head", "replace", draft_embedding.set_embed_and_head),
         (f"{_NORM}.forward_native", "around", native_layers.around_rms_norm),
         (f"{_ROTARY}.forward_native", "around", native_layers.around_rotary),
         (f"{_LINEAR}.apply", "around", packed_linear.around_apply),

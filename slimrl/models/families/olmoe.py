@@ -55,4 +55,6 @@ def unserved(hf_config: dict[str, Any]) -> str | None:
     if not wrong:
         return None
     held = {name: SGLANG_HAS[name] for name in wrong}
-    return f"SGLang (srt/models/olmoe.py) has {json.dumps(held)[1:-1]} alone; config.json has {json.dumps(wrong)[1:-1]}."
+    return (
+        f"SGLang (srt/models/olmoe.py) has {json.dumps(held)[1:-1]} alone; config.json has {json.dumps(wrong)[1:-1]}."
+    )
