@@ -23,8 +23,10 @@ def after_init(result: None, attention: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def forward(norm: Any, x: Tensor) -> Tensor:
-    """Of MiniMaxM2RMSNormTP without torch's compiler. Takes this rank's queries or keys [T, heads * D]; computes in
-    float32."""
+    """MiniMaxM2RMSNormTP.forward without torch's compiler, in float32.
+
+    Takes this rank's queries or keys [T, heads * D].
+    """
     from sglang.srt.layers.dp_attention import attn_tp_all_reduce
 
     wide = x.float()
