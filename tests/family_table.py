@@ -12,12 +12,12 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parent / folder) for folder in (".", "unit", "integration")]
 
-from chat_templates import MODELS  # noqa: E402
-from small_models import CONFIGS  # noqa: E402
+from chat_templates import MODELS
+from small_models import CONFIGS
 
-from slimrl.models.family import FAMILIES  # noqa: E402
-from slimrl.models.hf_config import published_model  # noqa: E402
-from slimrl.models.published_index import index_names, is_stored_in_fp8  # noqa: E402
+from slimrl.models.family import FAMILIES
+from slimrl.models.hf_config import published_model
+from slimrl.models.published_index import index_names, is_stored_in_fp8
 
 NAMES = {model_type: family.name for family in FAMILIES for model_type in family.model_types}
 """model_type -> family"""
