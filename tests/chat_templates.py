@@ -181,6 +181,10 @@ MODELS = {
     "smollm2": Model(
         like="SmolLM2-Instruct", file="smollm2.jinja", model_type="llama", tokens=_QWEN25_TOKENS, stops=("<|im_end|>",)
     ),
+    "olmoe": Model(
+        like="OLMoE-Instruct", file="olmoe.jinja", model_type="olmoe", tokens=("<|endoftext|>",) * 2,
+        stops=("<|endoftext|>",),
+    ),
     "hermes3": Model(
         like="Hermes-3-Llama-3.1", file="hermes3.jinja", model_type="llama", tokens=_HERMES_TOKENS,
         stops=("<|im_end|>", "<|end_of_text|>"), parser="hermes", calls="json",

@@ -26,6 +26,7 @@ PUBLISHED_SIZES = {
     "Llama-3.2-3B": PublishedSize(3.21, 3.21),
     "MiniMax-M2": PublishedSize(230, 10),
     "Moonlight-16B-A3B": PublishedSize(16, 3),
+    "OLMoE-1B-7B-0924": PublishedSize(6.9, 1.3),
     "Qwen2.5-0.5B": PublishedSize(0.49, 0.49),
     "Qwen2.5-7B": PublishedSize(7.61, 7.61),
     "Qwen3-0.6B": PublishedSize(0.6, 0.6),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slimrl.data.model_weights import TensorSpec
+from slimrl.models.engine_rules import NORM_OVER_HEADS
 from slimrl.models.engine_slice import EngineRule
 from slimrl.models.families import (
     deepseek_v3,
@@ -16,6 +17,7 @@ from slimrl.models.families import (
     hy_v3,
     llama,
     minimax_m2,
+    olmoe,
     qwen2,
     qwen3,
     qwen3_5,
@@ -49,7 +51,7 @@ class Family:
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
     attention_groups: bool = True
-    """Whether ranks of an engine of SGLang can share out requests (rollout.engine_attention_dp)."""
+    """Whether ranks of an engine of SGLang can share out requests (`rollout.engine_attention_dp`)."""
     unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
     """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
     draft: DraftModel | None = None
@@ -57,8 +59,8 @@ class Family:
     engine_rules: tuple[EngineRule, ...] = ()
     """What parameters of SGLang's model hold, where the rules that families share do not say it or are wrong."""
     call_parsers: tuple[str, ...]
-    """SGLang's parsers of the calls that its models write. A model's is the first that reads what its chat template
-    writes."""
+    """SGLang's parsers of the calls that its models write, none if their chat template writes none. A model's is the
+    first that reads what its chat template writes."""
 
     @property
     def has_mtp(self) -> bool:
@@ -145,6 +147,15 @@ FAMILIES = (
         draft=DraftModel(model_class="GlmMoeDsaForCausalLMNextN", layer_name=numbered_layer_name),
         unserved=glm_moe_dsa.unserved,
         call_parsers=("glm47",),
+    ),
+    Family(
+        name="olmoe",
+        model_types=("olmoe",),
+        module=olmoe,
+        attention_groups=False,
+        unserved=olmoe.unserved,
+        engine_rules=(NORM_OVER_HEADS,),
+        call_parsers=(),
     ),
     Family(
         name="qwen3_next",

@@ -232,6 +232,18 @@ def _minimax_m2(size: ToySize) -> dict[str, Any]:
     }
 
 
+def _olmoe(size: ToySize) -> dict[str, Any]:
+    """Heads divide the hidden size."""
+    return {
+        **_decoder(size, "OlmoeForCausalLM", "olmoe", without=("use_sliding_window", "head_dim")),
+        "intermediate_size": size.moe_intermediate,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
+    }
+
+
 TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3": lambda size: _decoder(size, "Qwen3ForCausalLM", "qwen3"),
@@ -247,6 +259,7 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
     "minimax_m2": _minimax_m2,
+    "olmoe": _olmoe,
     "hy_v3": _hy_v3,
     "deepseek_v32": _deepseek_v32,
     "glm_moe_dsa": _glm_moe_dsa,

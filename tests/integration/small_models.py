@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimrl.config import hf_config
 from slimrl.models.family import family_of
+from slimrl.toys.toy_configs import TOYS, ToySize
 
 VOCAB = 131
 
@@ -94,6 +95,13 @@ _QWEN3_5_ROPE = {
     "partial_rotary_factor": 0.25,
     "mrope_interleaved": True,
     "mrope_section": [1, 1, 0],
+}
+_OLMOE = {
+    "model_type": "olmoe",
+    **_SHARED,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
 }
 _YARN = {
     "rope_type": "yarn",
@@ -213,6 +221,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "olmoe": _OLMOE,
+    "olmoe_grouped": {**_OLMOE, "num_key_value_heads": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
     "moonlight": {
         **_WITHOUT_GROUPS,
         "q_lora_rank": None,
@@ -223,6 +233,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """config.json by name: a family, and what is special."""
+
+
+WITH_EXPERTS = tuple(name for name, config in TOYS.items() if hf_config.num_experts(config(ToySize())))
+"""Families of models with experts, each of which has a toy and a config above under its name."""
 
 
 def small_model(name: str, path: Path, **changes: Any) -> Path:

@@ -10,13 +10,15 @@ import torch
 from engine_probes import KEY
 from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
+from slimrl_tools.toy.toy_configs import TOYS
+from small_models import WITH_EXPERTS
 from transformers import AutoModelForCausalLM
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
-from slimrl.models.family import FAMILIES
+from slimrl.models.family import family_of
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
@@ -26,8 +28,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-NAMES = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2",
-         "qwen3_next", "qwen3_5", "qwen3_5_moe")  # fmt: skip
+
+
+def layouts(family: str) -> list[tuple[int, int, int]]:
+    """(tensor, expert, groups): groups where SGLang's model forms them, else more ranks than key-value heads."""
+    groups = [(2, 1, 2), (4, 2, 2)] if family_of(TOYS[family](SIZE)).attention_groups else [(4, 2, 1)]
+    return [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups]
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -59,13 +65,8 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
     [
-        (family.name, *layout)
-        for family in FAMILIES
-        for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]
-        if family.name in NAMES
-        and (layout[-1] == 1 or family.attention_groups)
-        # A dense model has no experts to share.
-        and (layout[1] == 1 or family.name != "qwen3_5")
+        *((family, *layout) for family in WITH_EXPERTS for layout in layouts(family)),
+        *(("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]),
     ],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(

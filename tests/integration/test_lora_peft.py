@@ -81,6 +81,7 @@ MORE_FAMILIES = [
     "qwen3",
     "glm4_moe",
     "minimax_m2",
+    "olmoe",
     "moonlight",
     "qwen3_next_mixed",
     "qwen3_5_moe",

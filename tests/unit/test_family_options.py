@@ -160,6 +160,20 @@ def test_a_minimax_m2_says_what_sglang_would_leave_out():
             family.megatron_config({**released, name: value})
 
 
+def test_an_olmoe_is_served_with_the_values_that_sglang_has_written_in():
+    released = published_config("OLMoE-1B-7B-0924")
+    family = family_of(released)
+    assert family.unserved(released) is None
+    assert family.unserved({**released, "norm_topk_prob": True, "rms_norm_eps": 1e-6}) == (
+        'SGLang (srt/models/olmoe.py) has "norm_topk_prob": false, "rms_norm_eps": 1e-05 alone; '
+        'config.json has "norm_topk_prob": true, "rms_norm_eps": 1e-06.'
+    )
+    normalised = family.megatron_config({**released, "norm_topk_prob": True}).transformer
+    assert normalised["moe_router_pre_softmax"] is False
+    with pytest.raises(ValueError, match=re.escape("not supported for olmoe: clip_qkv: 8.0")):
+        family.megatron_config({**released, "clip_qkv": 8.0})
+
+
 def test_a_hy_v3_says_what_sglang_would_leave_out():
     released = {**published_config("Hy3"), "num_hidden_layers": 4}
     family = family_of(released)

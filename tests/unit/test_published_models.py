@@ -56,6 +56,7 @@ COUNTED = {
     "Hy3": 47_138,
     "Moonlight-16B-A3B": 5_317 + 27,
     "Llama-3-8B": 291,
+    "OLMoE-1B-7B-0924": 3_219,
 }
 """Tensors in all, as the sources of these indices count them."""
 
@@ -66,7 +67,7 @@ WHOLE_QWEN3_NEXT_FP8 = 151_479
 """Tensors of Qwen3-Next-80B-A3B in block FP8, scales included, in the report from which its index is."""
 
 
-COUNTED_ELEMENTS = {"MiniMax-M2": 228_703_644_928, "GLM-4.7-Flash": 31_221_488_576}
+COUNTED_ELEMENTS = {"MiniMax-M2": 228_703_644_928, "GLM-4.7-Flash": 31_221_488_576, "OLMoE-1B-7B-0924": 6_919_161_856}
 """Elements of all tensors, scales included, as the Hub counts them."""
 
 

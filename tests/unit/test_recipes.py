@@ -38,6 +38,7 @@ LARGE = {
     "glm_moe_dsa/glm_5": "GLM-5",
     "hy_v3/hy3": "Hy3",
     "minimax_m2/minimax_m2": "MiniMax-M2",
+    "olmoe/olmoe_1b_7b": "OLMoE-1B-7B-0924",
 }
 """Start of the recipe's name -> the published model."""
 

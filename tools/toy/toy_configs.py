@@ -15,9 +15,11 @@ def toy_config(family: str, size: ToySize) -> dict[str, Any]:
     """
     if family not in TOYS:
         raise ValueError(f"no toy of family {family!r}; known: {', '.join(TOYS)}")
-    if family == "qwen2" and size.hidden % (2 * size.heads):
-        raise ValueError(f"--hidden {size.hidden} does not divide into {size.heads} heads of an even size, for qwen2")
     config = TOYS[family](size)
+    if "head_dim" not in config and "kv_lora_rank" not in config and size.hidden % (2 * size.heads):
+        raise ValueError(
+            f"--hidden {size.hidden} does not divide into {size.heads} heads of an even size, for {family}"
+        )
     if size.heads % size.kv_heads:
         raise ValueError(f"--kv-heads {size.kv_heads} does not divide --heads {size.heads}")
     if size.experts_per_token > size.experts:

@@ -3,9 +3,10 @@
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
 fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token that a
 pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of gated
-delta nets in the engine's precision (norm_dtype.py), derived weights of a draft model (draft_weights.py), the check of
-the run's key (key_check.py), the same for sockets between its processes (socket_keys.py), and no files of SGLang left
-in /dev/shm: they are unlinked early, or named so that slimrl removes them.
+delta nets in the engine's precision (norm_dtype.py), OLMoE's norms over the heads of all ranks (olmoe_norms.py),
+derived weights of a draft model (draft_weights.py), the check of the run's key (key_check.py), the same for sockets
+between its processes (socket_keys.py), and no files of SGLang left in /dev/shm: they are unlinked early, or named so
+that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, norms and rotary embeddings in fewer
 operations, products with packed weights, gates, seeded sampling without a compiler, no pinning of host memory, no
 padding of heads, and sums that NCCL would scatter. No file of SGLang is changed.
@@ -46,6 +47,7 @@ _GATED_NORM_3_5 = "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+_OLMOE_ATTENTION = "sglang.srt.models.olmoe.OlmoeAttention"
 _MINIMAX_NORMS = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm"
 _LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
 _LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
@@ -89,6 +91,7 @@ def hooks() -> list[Hook]:
         draft_weights,
         key_check,
         norm_dtype,
+        olmoe_norms,
         scheduler,
         socket_keys,
         spans,
@@ -105,6 +108,7 @@ def hooks() -> list[Hook]:
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
         (f"{_DELTA_NET_3_5}.__init__", "after", norm_dtype.after_init_float32),
+        (f"{_OLMOE_ATTENTION}.__init__", "after", olmoe_norms.after_init),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
         (f"{_GLM_DRAFT}.post_load_weights", "around", draft_weights.around_post_load),
         (f"{_SCHEDULER}.init_idle_sleeper", "after", scheduler.after_init_idle_sleeper),
