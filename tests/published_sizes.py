@@ -38,5 +38,7 @@ PUBLISHED_SIZES = {
     "Qwen3-4B": PublishedSize(4.0, 4.0),
     "Qwen3-8B": PublishedSize(8.2, 8.2),
     "Qwen3-Next-80B-A3B": PublishedSize(80, 3),
+    "Qwen3.5-27B": PublishedSize(27, 27),
+    "Qwen3.5-35B-A3B": PublishedSize(35, 3),
 }
 """By the names of their configs in `slimrl/models/hf_configs`."""

@@ -10,6 +10,7 @@ from slimrl.models.engine_slice import EngineRule
 from slimrl.models.families import (
     deepseek_v3,
     deepseek_v32,
+    delta_nets,
     glm4_moe,
     glm4_moe_lite,
     glm_moe_dsa,
@@ -19,6 +20,7 @@ from slimrl.models.families import (
     olmoe,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
 )
@@ -159,11 +161,24 @@ FAMILIES = (
         name="qwen3_next",
         model_types=("qwen3_next",),
         module=qwen3_next,
-        draft=DraftModel(model_class="Qwen3NextForCausalLMMTP", layer_name=qwen3_next.draft_layer_name),
+        draft=DraftModel(model_class="Qwen3NextForCausalLMMTP", layer_name=delta_nets.draft_layer_name),
         linear_attention=True,
         unserved=qwen3_next.unserved,
         engine_rules=qwen3_next.ENGINE_RULES,
         call_parsers=("qwen25", "qwen3_coder"),
+    ),
+    *(
+        Family(
+            name=name,
+            model_types=(model_type,),
+            module=qwen3_5,
+            draft=DraftModel(model_class="Qwen3_5ForCausalLMMTP", layer_name=delta_nets.draft_layer_name),
+            linear_attention=True,
+            unserved=qwen3_5.unserved,
+            engine_rules=qwen3_5.ENGINE_RULES,
+            call_parsers=("qwen3_coder", "qwen25"),
+        )
+        for name, model_type in (("qwen3_5", qwen3_5.DENSE), ("qwen3_5_moe", qwen3_5.WITH_EXPERTS))
     ),
 )
 

@@ -84,6 +84,7 @@ MORE_FAMILIES = [
     "olmoe",
     "moonlight",
     "qwen3_next_mixed",
+    "qwen3_5_moe",
     "qwen3_moe_mixed",
 ]
 

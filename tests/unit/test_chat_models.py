@@ -225,6 +225,9 @@ def test_examples_learn_from_what_a_policy_would_have_written_and_from_nothing_e
     [
         ("qwen3", 1),
         ("qwen3_thinking", 1),
+        ("qwen35", 1),
+        ("qwen35_no_think", 1),
+        ("qwen36", 1),
         ("qwen3_no_think", 3),
         ("deepseek_v31_think", 2),
         ("qwq", 3),
@@ -282,7 +285,7 @@ def test_results_bear_the_ids_that_the_policy_gave_its_calls_although_the_templa
 def test_a_question_after_an_answer_drops_the_thinking_before_it_as_serving_does():
     first = {"role": "assistant", "content": "Three.", "reasoning_content": "Sum."}
     messages = (QUESTION, first, {"role": "user", "content": "And now?"})
-    for key in ("qwen3", "glm45", "glm46", "glm47", "qwen3_thinking"):
+    for key in ("qwen3", "glm45", "glm46", "glm47", "qwen3_thinking", "qwen35", "qwen36"):
         engine = Script(MODELS[key], answer_text(key, "Six.") + answer_end(key))
         play(MODELS[key], engine, messages=messages)
         assert "Sum." not in MODELS[key].tokenizer().decode(engine.contexts[0])

@@ -91,6 +91,8 @@ ROUNDED_TO_A_BILLION = {
     "Moonlight-16B-A3B",
     # 3.25B, published as 3B, 8.4% apart; 3.87B with embedding and head, further still.
     "Qwen3-Next-80B-A3B",
+    # 3.45B, published as 3B, 15% apart; 2.95B without embedding, 2.44B without embedding and head.
+    "Qwen3.5-35B-A3B",
 }
 """Models whose published active parameters are rounded by more than 1%, and so are compared once rounded alike."""
 

@@ -18,6 +18,7 @@ from slimrl.checkpoints.hf_checkpoint import DequantizingReader, left_out_note, 
 from slimrl.config.problems import RecipeError
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models import offline_recipe
+from slimrl.models.families.mtp import num_mtp_layers
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import (
     BLOCK_FP8,
@@ -118,7 +119,7 @@ def test_published_tensors_are_those_of_the_weight_map_in_name_shape_and_dtype(n
         # What engines and resyncs quantise is what is float8 in the files.
         assert reader.quantized == quantized_names(weight_map, fp8) & reader.specs.keys()
     has_mtp = check_tensors(reader, family_of(config), config)
-    assert has_mtp == bool(config.get("num_nextn_predict_layers") or name.startswith("Qwen3-Next"))
+    assert has_mtp == bool(num_mtp_layers(config, default=int(name.startswith("Qwen3-Next"))))
     expected = {
         each: (tensor.shape, tensor.dtype or "bfloat16")
         for tensor in weight_map.hf_tensors.values()

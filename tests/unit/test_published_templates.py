@@ -143,6 +143,15 @@ ODDITIES = {
         "qwen3_coder", (USER, said(tool_calls=[CALL])),
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<tool_call>\n<function=f>\n<parameter=x>\nTrue\n"
         "</parameter>\n</function>\n</tool_call><|im_end|>\n"),
+    "Qwen3.5 still does, behind a thought that was never thought": (
+        "qwen35", (USER, said(tool_calls=[CALL])),
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n<tool_call>\n<function=f>\n"
+        "<parameter=x>\nTrue\n</parameter>\n</function>\n</tool_call><|im_end|>\n"),
+    "Qwen3.6 spells it as JSON does": (
+        "qwen36", (USER, said("so", tool_calls=[CALL])),
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nso\n\n<tool_call>\n"
+        "<function=f>\n<parameter=x>\ntrue\n</parameter>\n</function>\n</tool_call><|im_end|>\n"),
+    "Qwen3.5 refuses a later system message": ("qwen35", (USER, {"role": "system", "content": "s"}), None),
     "a null answer is the word None": (
         "glm45", (USER, said(None)), "[gMASK]<sop><|user|>\nq<|assistant|>\n<think></think>\nNone"),
     "GLM-4.5 refuses arguments that are text": ("glm45", (USER, said(tool_calls=[TEXT_CALL])), None),

@@ -272,6 +272,8 @@ def test_the_norm_of_a_delta_net_takes_the_dtype_of_the_engine_and_nothing_else_
     finally:
         torch.set_default_dtype(before)
     assert (norm.weight.dtype, decay.dtype) == (dtype, torch.float32)
+    norm_dtype.after_init_float32(None, SimpleNamespace(norm=norm, A_log=decay), "config", layer_id=3)
+    assert norm.weight.dtype is torch.float32
 
 
 def test_ranks_of_an_engine_norm_by_the_squares_of_all_their_heads(monkeypatch: pytest.MonkeyPatch):

@@ -41,7 +41,8 @@ def write_toy(family: str, out: Path, size: ToySize, seed: int, text: Path | Non
             "pad_token_id": tokenizer.pad_token_id,
         }
         weight_map = family_of(config).weight_map(config, mtp=True)
-        write_safetensors(partial, weight_map.specs("float32"), random_tensors(weight_map, size.init_std, seed))
+        tensors = random_tensors(config, weight_map, size.init_std, seed)
+        write_safetensors(partial, weight_map.specs("float32"), tensors)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
     return sum(torch.Size(tensor.shape).numel() for tensor in weight_map.hf_tensors.values())

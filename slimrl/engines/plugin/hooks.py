@@ -36,12 +36,14 @@ _KEY_CHECK = "sglang.srt.utils.auth.add_api_key_middleware"
 _SOCKET = "zmq.sugar.socket.Socket"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
+_DELTA_NET_3_5 = "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet"
 _GLM_DRAFT = "sglang.srt.models.glm4_moe_lite_nextn.Glm4MoeLiteForCausalLMNextN"
 _HY_DRAFT = "sglang.srt.models.hunyuan_v3_nextn.HYV3ForCausalLMNextN"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _NORM = "sglang.srt.layers.layernorm.RMSNorm"
 _ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
+_GATED_NORM_3_5 = "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
@@ -106,6 +108,7 @@ def hooks() -> list[Hook]:
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
         (f"{_OLMOE_ATTENTION}.__init__", "after", olmoe_norms.after_init),
+        (f"{_DELTA_NET_3_5}.__init__", "after", norm_dtype.after_init_float32),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
         (f"{_GLM_DRAFT}.post_load_weights", "around", draft_weights.around_post_load),
         (f"{_SCHEDULER}.init_idle_sleeper", "after", scheduler.after_init_idle_sleeper),
@@ -161,6 +164,7 @@ def hooks() -> list[Hook]:
         (_LM_HEAD, "around", packed_linear.around_lm_head),
         *((f"{_UPDATER}.{method}", "before", packed_linear.before_update) for method in packed_linear.UPDATES),
         (f"{_GATED_NORM}.rms_norm_gated", "replace", gates.rms_norm_gated),
+        (f"{_GATED_NORM_3_5}.forward", "replace", gates.gated_norm),
         (f"{_SHARED_EXPERT}.fused_gate_sigmoid_mul_add", "replace", gates.fused_gate_sigmoid_mul_add),
         (f"{_SAMPLER}.multinomial_with_seed", "replace", seeded_sampling.multinomial_with_seed),
         (f"{_SAMPLER}.sampling_from_probs_torch", "replace", seeded_sampling.sampling_from_probs),

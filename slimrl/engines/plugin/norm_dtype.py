@@ -1,7 +1,8 @@
-"""The norm of a gated delta net has the dtype of the engine's other weights.
+"""The norm of a gated delta net has the dtype in which a trainer sends it.
 
-SGLang makes it in the dtype that config.json names, so that an engine of another precision would round it to that, or
-hold what no fingerprint of the trainer's equals.
+SGLang makes that of Qwen3-Next in the dtype that config.json names, so that an engine of another precision would round
+it to that, or hold what no fingerprint of the trainer's equals. That of Qwen3.5 it makes in the engine's, and released
+files hold it in float32.
 """
 
 from typing import Any
@@ -12,3 +13,8 @@ def after_init(result: None, net: Any, *args: Any, **kwargs: Any) -> None:
     import torch
 
     net.norm.to(torch.get_default_dtype())
+
+
+def after_init_float32(result: None, net: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook of Qwen3_5GatedDeltaNet.__init__."""
+    net.norm.float()
