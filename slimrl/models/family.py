@@ -9,8 +9,10 @@ from slimrl.models.engine_rules import NORM_OVER_HEADS
 from slimrl.models.engine_slice import EngineRule
 from slimrl.models.families import (
     deepseek_v3,
+    deepseek_v32,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     hy_v3,
     llama,
     minimax_m2,
@@ -137,6 +139,21 @@ FAMILIES = (
         unserved=olmoe.unserved,
         engine_rules=(NORM_OVER_HEADS,),
         call_parsers=(),
+    ),
+    Family(
+        name="deepseek_v32",
+        model_types=("deepseek_v32",),
+        module=deepseek_v32,
+        draft=DraftModel(model_class="DeepseekV3ForCausalLMNextN", layer_name=numbered_layer_name),
+        call_parsers=("deepseekv32",),
+    ),
+    Family(
+        name="glm_moe_dsa",
+        model_types=("glm_moe_dsa",),
+        module=glm_moe_dsa,
+        draft=DraftModel(model_class="GlmMoeDsaForCausalLMNextN", layer_name=numbered_layer_name),
+        unserved=glm_moe_dsa.unserved,
+        call_parsers=("glm47",),
     ),
     Family(
         name="qwen3_next",

@@ -55,7 +55,7 @@ OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [family for family in WITH_EXPERTS if family != "qwen3_moe"])
+@pytest.mark.parametrize("name", [*(family for family in WITH_EXPERTS if family != "qwen3_moe"), "glm_moe_dsa_shared"])
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
     run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)

@@ -83,6 +83,7 @@ def held_by_drafts(name: str, layers: int) -> bool:
         ("deepseek_v3", 2, 1),
         ("glm4_moe", 2, 2),
         pytest.param("glm4_moe_lite", 2, 2, marks=pytest.mark.full),
+        pytest.param("glm_moe_dsa", 2, 2, marks=pytest.mark.full),
         pytest.param("hy_v3", 2, 2, marks=pytest.mark.full),
         ("qwen3_next", 4, 1),
     ],

@@ -25,6 +25,8 @@ def of_layer(layer: str, attention: list[str], mixture: list[str]) -> list[str]:
 
 
 LATENT_NAMES = [f"model.decoder.self_attn.{name}.weight" for name in LATENT]
+INDEXER = ("wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
+INDEXER_NAMES = [f"model.decoder.self_attn.indexer.{name}" for name in INDEXER]
 GROUPED = ["qkv_proj.weight", "qkv_proj.bias", "o_proj.weight", "q_norm.weight", "k_norm.weight"]
 UNBIASED_NAMES = [f"model.decoder.self_attn.{name}" for name in GROUPED if not name.endswith("bias")]
 GROUPED_NAMES = [f"model.decoder.self_attn.{name}" for name in GROUPED]
@@ -35,6 +37,10 @@ PARAMETERS = {
     "DeepseekV3ForCausalLMNextN": ("deepseek_v3", [*AROUND, *of_layer("model.decoder", LATENT_NAMES, SIGMOID)]),
     "Glm4MoeForCausalLMNextN": ("glm4_moe", [*AROUND, *of_layer("model.decoder", GROUPED_NAMES, SIGMOID)]),
     "Glm4MoeLiteForCausalLMNextN": ("glm4_moe_lite", [*AROUND, *of_layer("model.decoder", LATENT_NAMES, SIGMOID)]),
+    "GlmMoeDsaForCausalLMNextN": (
+        "glm_moe_dsa",
+        [*AROUND, *of_layer("model.decoder", [*LATENT_NAMES, *INDEXER_NAMES], SIGMOID)],
+    ),
     "HYV3ForCausalLMNextN": ("hy_v3", [*AROUND, *of_layer("model.decoder", UNBIASED_NAMES, HUNYUAN)]),
     "Qwen3NextForCausalLMMTP": ("qwen3_next", [*OUTSIDE, *of_layer("model.layers.0", GATED_NAMES, SOFTMAX)]),
 }

@@ -20,6 +20,7 @@ from typing import Any
 Hook = tuple[str, str, Callable[..., Any]]
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_SPARSE = "sglang.srt.configs.model_config.is_deepseek_dsa"
 _LATENT = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _FROM_DISK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -135,6 +136,7 @@ def hooks() -> list[Hook]:
         native_layers,
         packed_linear,
         seeded_sampling,
+        sparse_attention,
     )
 
     return [
@@ -146,6 +148,8 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}.init_forward_metadata", "after", batched_attention.after_init_forward_metadata),
         (f"{_BACKEND}._run_sdpa_forward_decode", "around", batched_attention.around_decode),
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
+        (_SPARSE, "replace", sparse_attention.is_deepseek_dsa),
+        (f"{_LATENT}.__init__", "after", sparse_attention.after_init),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "around", latent_attention.around_rope),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),

@@ -19,6 +19,7 @@ from slimrl.models.hf_config import read_hf_config
 from slimrl.models.offline_recipe import model_violations, transformer_engine_violations
 from slimrl.resync.buckets import too_small
 from slimrl.rollout.task.engine_format import engine_transform
+from slimrl.runtime.checks.sparse_attention_check import sparse_attention_problems
 
 STATE_CACHE: dict[str, tuple[Any, ...]] = {
     "mamba_radix_cache_strategy": ("no_buffer", "auto"),
@@ -57,6 +58,7 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
     if family_of(hf_config).linear_attention:
         problems += _delta_net_problems(loaded)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
+    problems += sparse_attention_problems(loaded, hf_config, devices=devices)
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
     problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
