@@ -132,15 +132,6 @@ FAMILIES = (
         call_parsers=("minimax-m2",),
     ),
     Family(
-        name="olmoe",
-        model_types=("olmoe",),
-        module=olmoe,
-        attention_groups=False,
-        unserved=olmoe.unserved,
-        engine_rules=(NORM_OVER_HEADS,),
-        call_parsers=(),
-    ),
-    Family(
         name="deepseek_v32",
         model_types=("deepseek_v32",),
         module=deepseek_v32,
@@ -154,6 +145,15 @@ FAMILIES = (
         draft=DraftModel(model_class="GlmMoeDsaForCausalLMNextN", layer_name=numbered_layer_name),
         unserved=glm_moe_dsa.unserved,
         call_parsers=("glm47",),
+    ),
+    Family(
+        name="olmoe",
+        model_types=("olmoe",),
+        module=olmoe,
+        attention_groups=False,
+        unserved=olmoe.unserved,
+        engine_rules=(NORM_OVER_HEADS,),
+        call_parsers=(),
     ),
     Family(
         name="qwen3_next",
