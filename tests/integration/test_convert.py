@@ -95,7 +95,16 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "name",
-    [*WITH_EXPERTS, "qwen3_moe_mixed", "moonlight", "qwen3_tied", "qwen2", "llama", "qwen3_next_mixed"],
+    [
+        *WITH_EXPERTS,
+        "qwen3_moe_mixed",
+        "glm_moe_dsa_shared",
+        "moonlight",
+        "qwen3_tied",
+        "qwen2",
+        "llama",
+        "qwen3_next_mixed",
+    ],
 )
 def test_every_family_comes_back_bit_for_bit_from_every_layout(tmp_path, name, layout):
     parallel = LAYOUTS[layout]
