@@ -81,6 +81,13 @@ _DELTA_NETS = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
 }
+_OLMOE = {
+    "model_type": "olmoe",
+    **_SHARED,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
 _SHARED_EXPERT = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
@@ -95,13 +102,6 @@ _QWEN3_5_ROPE = {
     "partial_rotary_factor": 0.25,
     "mrope_interleaved": True,
     "mrope_section": [1, 1, 0],
-}
-_OLMOE = {
-    "model_type": "olmoe",
-    **_SHARED,
-    "num_key_value_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
 }
 _YARN = {
     "rope_type": "yarn",

@@ -98,6 +98,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
     [
         *WITH_EXPERTS,
         "qwen3_moe_mixed",
+        "glm_moe_dsa_shared",
         "moonlight",
         "qwen3_tied",
         "qwen2",

@@ -10,7 +10,6 @@ import torch
 from engine_probes import KEY
 from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
-from slimrl_tools.toy.toy_configs import TOYS
 from small_models import WITH_EXPERTS
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +17,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
-from slimrl.models.family import family_of
+from slimrl.models.family import FAMILIES
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
@@ -32,7 +31,8 @@ PROMPT = [3 + 17 * position % 250 for position in range(60)]
 
 def layouts(family: str) -> list[tuple[int, int, int]]:
     """(tensor, expert, groups): groups where SGLang's model forms them, else more ranks than key-value heads."""
-    groups = [(2, 1, 2), (4, 2, 2)] if family_of(TOYS[family](SIZE)).attention_groups else [(4, 2, 1)]
+    (row,) = (one for one in FAMILIES if one.name == family)
+    groups = [(2, 1, 2), (4, 2, 2)] if row.attention_groups else [(4, 2, 1)]
     return [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups]
 
 
@@ -64,10 +64,8 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
-    [
-        *((family, *layout) for family in WITH_EXPERTS for layout in layouts(family)),
-        *(("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]),
-    ],
+    [(family, *layout) for family in WITH_EXPERTS for layout in layouts(family)]
+    + [("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups

@@ -188,7 +188,7 @@ def test_a_hy_v3_says_what_sglang_would_leave_out():
     )
     assert family.unserved({**saved, **needed}) is None
     assert family.megatron_config(saved).transformer["moe_layer_freq"] == [0, 0, 1, 1]
-    for name in ("qk_norm", "route_norm"):
+    for name in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
         with pytest.raises(ValueError, match=f"not supported for hy_v3: {name}: false"):
             family.megatron_config({**released, name: False})
 

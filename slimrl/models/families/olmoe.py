@@ -30,7 +30,7 @@ def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
     """Raises ValueError for clipped queries, keys and values, which no released model has."""
     if hf_config.get("clip_qkv") is not None:
         raise ValueError(f"config.json: not supported for olmoe: clip_qkv: {hf_config['clip_qkv']!r}")
-    experts = experts_config({**hf_config, "moe_intermediate_size": required(hf_config, "intermediate_size")})
+    experts = experts_config(hf_config, width="intermediate_size")
     return replace(grouped_query_config(hf_config, qk_layernorm=True, **experts), qk_norm_over_heads=True)
 
 
