@@ -13,18 +13,23 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from slimrl.checkpoints.checkpoint_reader import read_blocks
 from slimrl.checkpoints.digests import Span
-from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.checkpoints.read_ahead import read_ahead
 from slimrl.checkpoints.safetensors_file import TensorLocation, spec_bytes, write_safetensors_file
 from slimrl.checkpoints.tensor_bytes import bytes_of
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
+from slimrl.checkpoints.wrapped_folder import whole_tensors
 from slimrl.data.model_weights import TensorSpec
 
 
 @contextmanager
 def safetensors_writer(
-    stored: tuple[Path, Metadata, ShardSchema], hf_dir: Path, from_hf: frozenset[str], originals: Mapping[str, str]
+    stored: tuple[Path, Metadata, ShardSchema],
+    hf_dir: Path,
+    from_hf: frozenset[str],
+    originals: Mapping[str, str],
+    text: Sequence[TensorSpec] | None = None,
 ) -> Iterator[WriteFile[list[TensorSpec]]]:
     """From a torch_dist checkpoint.
 
@@ -32,9 +37,14 @@ def safetensors_writer(
         stored: arguments of StoredWeights.
         from_hf: names of tensors that are read from the folder `hf_dir` instead.
         originals: name of a copy -> name of the tensor that it repeats.
+        text: specs of the text model of a wrapped one, whose form and other tensors are those of `hf_dir`.
     """
     keep_freed_memory()
-    with StoredWeights(*stored) as reader, open_hf_checkpoint(hf_dir) if from_hf else nullcontext() as other:
+    with (
+        StoredWeights(*stored) as reader,
+        open_hf_checkpoint(hf_dir) if from_hf else nullcontext() as other,
+        open_stored(hf_dir) if text else nullcontext() as form,
+    ):
 
         def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
             for spec in specs:
@@ -43,7 +53,9 @@ def safetensors_writer(
                 for block in read_blocks(source, original, tuple(slice(0, size) for size in spec.shape)):
                     yield spec.name, block
 
-        yield lambda file, specs, written: write_hashed(file, specs, tensors(specs), written)
+        yield lambda file, specs, written: write_hashed(
+            file, specs, whole_tensors(form, specs, text or (), tensors), written
+        )
 
 
 def write_hashed(

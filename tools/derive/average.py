@@ -11,6 +11,7 @@ from slimrl_tools.inspect.model_facts import different_facts
 from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
+from slimrl.checkpoints.hf_checkpoint import form_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
 
@@ -52,6 +53,7 @@ def averaging(
         specs=specs,
         produce=produce,
         config=plain_config(config, dtype or before),
+        form=form_of(first),
         options={"weights": weights, "dtype": dtype},
     )
 
