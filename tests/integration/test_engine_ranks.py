@@ -68,6 +68,7 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
     ("family", "tensor", "expert", "groups"),
     [(family, *layout) for family in (*WITH_EXPERTS, "qwen3_vl_moe", "kimi_k25") for layout in layouts(family)]
     + [("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]]
+    + [(family, *layout) for family in ("qwen3", "qwen2", "llama") for layout in [(1, 1, 1), (2, 1, 1)]]
     + [("qwen3_vl", *layout) for layout in [(1, 1, 1), (2, 1, 1)]],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
