@@ -1,4 +1,4 @@
-"""Opens a Hugging Face checkpoint folder, with plain weights or in block FP8."""
+"""Opens a Hugging Face checkpoint folder, with plain weights, in block FP8 or in MXFP4."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,12 @@ from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, block_rows
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.stacked_experts import StackedFolder
 from slimrl.data.model_weights import TensorSpec
+from slimrl.models.family import family_of, stacks_experts
 from slimrl.models.hf_config import dtype_name, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
+from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize
 
 PLAIN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
@@ -38,10 +41,19 @@ def open_hf_checkpoint(path: Path, dtype: str | None = None) -> CheckpointReader
     config = read_hf_config(path)
     folder = open_stored(path)
     try:
+        if weight_map := _stacking_map(config):
+            return StackedFolder(folder, weight_map, dtype or dtype_name(config))
         fp8 = BlockFp8.of_config(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return folder if fp8 is None else DequantizingReader(folder, fp8, dtype or dtype_name(config))
+
+
+def _stacking_map(hf_config: dict[str, Any]) -> WeightMap | None:
+    """The weight map of a model whose files hold the experts of a layer as one; None for others, also unknown ones."""
+    if not stacks_experts(hf_config):
+        return None
+    return family_of(hf_config).weight_map(hf_config)
 
 
 def open_stored(path: Path) -> SafetensorsFolder:

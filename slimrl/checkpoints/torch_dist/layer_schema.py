@@ -15,7 +15,7 @@ from typing import Any
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
 from slimrl.config.alignment import round_up
 from slimrl.models.family import family_of
-from slimrl.models.layout_ops import DeltaNetInput, GateUp
+from slimrl.models.layout_ops import DeltaNetInput, GateUp, InterleavedGateUp
 from slimrl.models.weight_map import Entry
 
 FUSED_NORM = ".layer_norm_weight"
@@ -82,6 +82,8 @@ def _parts(entry: Entry) -> dict[str, int]:
     op, shard, rows = entry.rule.op, entry.rule.shard, [tensor.shape[0] for tensor in entry.hf]
     if isinstance(op, GateUp):
         return dict(zip(("_w", "_v"), rows, strict=True))
+    if isinstance(op, InterleavedGateUp):
+        return dict.fromkeys(("_w", "_v"), rows[0] // 2)
     if isinstance(op, DeltaNetInput):
         sizes = [size for of_tensor in op.rows for size in of_tensor]
         return {part: sum(rows) // sum(sizes) * size for part, size in zip(DELTA_NET_PARTS, sizes, strict=True)}
