@@ -23,6 +23,7 @@ ANY_DEVICE: tuple[Patch, ...] = (
     layers.complete_local_norms,
     layers.offer_delta_nets,
     layers.compute_delta_rule_in_torch,
+    literals.add_expert_biases_out_of_place,
     rope.rotate_packed_sequences_at_once,
     checkpointing.keep_results_in_process,
     checkpointing.copy_views_one_at_a_time,

@@ -270,10 +270,13 @@ def _mark_experts(chunk: nn.Module) -> None:
 
     Megatron marks them only where that group differs from the data-parallel one. The marks also group the optimizer's
     state in a checkpoint, which could not be loaded under another layout if they came and went.
+    Megatron's own layers mark biases of experts as if tensor-parallel ranks shared their tokens' gradients, which that
+    group already sums.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 def _mark_sinks(chunk: nn.Module) -> None:

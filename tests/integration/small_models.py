@@ -217,11 +217,11 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     if stacks_experts(whole):
-        save_file(_apart(load_file(path / "model.safetensors")), path / EXPECTED_NAME)
+        save_file(apart(load_file(path / "model.safetensors")), path / EXPECTED_NAME)
     return path
 
 
-def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of gpt-oss's experts one by one, matrices [out, in], under the names of slimrl."""
     apart = {}
     for name, tensor in tensors.items():
