@@ -15,6 +15,7 @@ from slimrl.models.hf_config import dtype_name, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
 from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize
+from slimrl.quantization.mxfp4 import is_mxfp4
 
 PLAIN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 """Dtypes of weights that are not quantised."""
@@ -26,7 +27,8 @@ def is_block_fp8(path: Path) -> bool:
     Raises:
         ValueError: the config.json is broken, or the kind of quantisation is not supported.
     """
-    return BlockFp8.of_config(read_hf_config(path)) is not None
+    config = read_hf_config(path)
+    return not is_mxfp4(config) and BlockFp8.of_config(config) is not None
 
 
 def open_hf_checkpoint(path: Path, dtype: str | None = None) -> CheckpointReader:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slimrl.checkpoints.checkpoint_reader import CheckpointReader
+from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.data.model_weights import Region, TensorSpec
 from slimrl.models.weight_map import WeightMap
@@ -130,3 +130,17 @@ def stacked_tensors(
         missing[stored] -= 1
         if not missing[stored]:
             yield stored, stacks.pop(stored)
+
+
+def read_stacked(
+    reader: CheckpointReader, weight_map: WeightMap, stored: Iterable[TensorSpec]
+) -> Iterator[tuple[str, Tensor]]:
+    """Some tensors of `stacked_specs`, from a reader of those of the weight map; holds one at a time."""
+    members: dict[str, list[TensorSpec]] = {}
+    for name, (stack, _) in weight_map.stacked.items():
+        if name in reader.specs:
+            members.setdefault(stack, []).append(reader.specs[name])
+    for spec in stored:
+        own = members.get(spec.name) or [reader.specs[spec.name]]
+        tensors = ((each.name, read_whole(reader, each.name)) for each in own)
+        yield from stacked_tensors(weight_map, own, tensors)

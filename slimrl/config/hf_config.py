@@ -24,6 +24,10 @@ def read_hf_config(model_path: Path) -> dict[str, Any]:
     return config
 
 
+EXPERTS_WITH_BIASES = ("gpt_oss",)
+"""`model_type` of models whose experts have biases."""
+
+
 def first_of(hf_config: dict[str, Any], *names: str) -> int:
     """The first of these keys that is present and not null, else 0."""
     return next((int(hf_config[name]) for name in names if hf_config.get(name) is not None), 0)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from slimrl.config.hf_config import (
+    EXPERTS_WITH_BIASES,
     expert_columns,
     first_of,
     num_dense_layers,
@@ -104,6 +105,13 @@ def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     def etp_fits(size: int) -> bool:
         return not (columns % size or ranks % (size * parallel.expert * parallel.pipeline))
 
+    if hf_config.get("model_type") in EXPERTS_WITH_BIASES and parallel.expert_tensor > 1:
+        yield (
+            "trainer.parallel.expert_tensor",
+            f"{parallel.expert_tensor}: the model's experts have biases, and megatron-core shards no such experts. "
+            "Use 1, and trainer.parallel.expert.",
+        )
+        return
     columns = expert_columns(hf_config)
     yield from _must_divide("trainer.parallel.expert", parallel.expert, experts, "experts", ep_fits)
     key, noun = "trainer.parallel.expert_tensor", "columns of an expert"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from slimrl_tools.derive.rewrite import Rewrite
@@ -15,6 +16,7 @@ from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.checkpoints.hf_checkpoint import DequantizingReader
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.stacked_experts import StackedFolder, read_stacked, stacked_specs
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
@@ -28,6 +30,7 @@ from slimrl.quantization.fp8 import (
     dequantize,
     quantize,
 )
+from slimrl.quantization.mxfp4 import is_mxfp4
 from slimrl.quantization.fp8_tensors import check_modules, kept_modules, quantized_names, quantized_specs
 
 CHECKED_TILE_ROWS = 8
@@ -76,15 +79,17 @@ def quantization(src: SafetensorsFolder, block: TileShape, not_convert: Sequence
 
 
 def dequantization(src: SafetensorsFolder, dtype: str) -> Rewrite:
-    """A checkpoint in block FP8, of any family, as a plain one.
+    """A checkpoint in block FP8, of any family, or in MXFP4 as a plain one.
 
     Args:
-        dtype: as torch prints it, for float8 tensors and those in the config's dtype; others keep theirs.
+        dtype: as torch prints it, for quantised tensors and those in the config's dtype; others keep theirs.
 
     Raises:
-        ValueError: the source is not in block FP8.
+        ValueError: the source is in neither.
     """
     config = read_hf_config(src.path)
+    if is_mxfp4(config):
+        return _dequantization_of_mxfp4(src, config, dtype)
     fp8 = BlockFp8.of_config(config)
     if fp8 is None:
         raise ValueError(f"{src.path}: is not quantised, its config.json has no quantization_config")
@@ -95,6 +100,21 @@ def dequantization(src: SafetensorsFolder, dtype: str) -> Rewrite:
         specs=[replace(spec, dtype=dtype if spec.dtype == before else spec.dtype) for spec in reader.specs.values()],
         produce=lambda group: ((spec.name, read_whole(reader, spec.name)) for spec in group),
         config=plain_config(config, dtype),
+        options={"dtype": dtype},
+    )
+
+
+def _dequantization_of_mxfp4(src: SafetensorsFolder, hf_config: dict[str, Any], dtype: str) -> Rewrite:
+    weight_map, before = family_of(hf_config).weight_map(hf_config), dtype_name(hf_config)
+    reader = StackedFolder(src, weight_map, dtype)
+    check_tensors(reader, family_of(hf_config), hf_config)
+    specs = [replace(spec, dtype=dtype if spec.dtype == before else spec.dtype) for spec in reader.specs.values()]
+    return Rewrite(
+        command="dequantize",
+        sources=[src.path],
+        specs=stacked_specs(weight_map, specs),
+        produce=lambda group: read_stacked(reader, weight_map, group),
+        config=plain_config(hf_config, dtype),
         options={"dtype": dtype},
     )
 

@@ -13,6 +13,7 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.base.atomic import atomic_folder
 from slimrl.checkpoints.safetensors_folder import write_safetensors
+from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
 from slimrl.models.family import family_of
 from slimrl.toys.random_weights import random_tensors
 
@@ -41,7 +42,8 @@ def write_toy(family: str, out: Path, size: ToySize, seed: int, text: Path | Non
             "pad_token_id": tokenizer.pad_token_id,
         }
         weight_map = family_of(config).weight_map(config, mtp=True)
-        write_safetensors(partial, weight_map.specs("float32"), random_tensors(weight_map, size.init_std, seed))
+        specs, tensors = weight_map.specs("float32"), random_tensors(weight_map, size.init_std, seed)
+        write_safetensors(partial, stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
     return sum(torch.Size(tensor.shape).numel() for tensor in weight_map.hf_tensors.values())

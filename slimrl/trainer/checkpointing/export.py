@@ -12,6 +12,8 @@ from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import write_safetensors_file
 from slimrl.checkpoints.safetensors_folder import write_safetensors
+from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import plain_config, read_hf_config
 from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
 from slimrl.trainer.weight_source import MegatronWeightSource
@@ -33,7 +35,7 @@ def export_hf(
 ) -> None:
     """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
 
-    The weights have the trainer's dtype; those of a block FP8 model are not quantized again. Layers for multi-token
+    The weights have the trainer's dtype; those of a model in block FP8 or MXFP4 are not quantized again. Layers for multi-token
     prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py).
     The folder is written next to `out_dir` and renamed at the end, so it is complete or absent.
 
@@ -59,7 +61,9 @@ def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, ada
     specs, config = list(source.layout()), read_hf_config(src_model_dir)
     with atomic_folder(out_dir) as partial, open_hf_checkpoint(src_model_dir) as reader:
         carried = UntrainedMtpTensors(reader, config, specs, specs[0].dtype)
-        write_safetensors(partial, carried.specs(), carried.tensors(source.tensors()))
+        weight_map, tensors = family_of(config).weight_map(config), carried.tensors(source.tensors())
+        whole = carried.specs()
+        write_safetensors(partial, stacked_specs(weight_map, whole), stacked_tensors(weight_map, whole, tensors))
         (partial / "config.json").write_text(json.dumps(plain_config(config, specs[0].dtype), indent=2) + "\n")
         copy_other_files(src_model_dir, partial)
         if adapters is not None:
