@@ -11,11 +11,10 @@ from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.stacked_experts import StackedFolder
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of, stacks_experts
-from slimrl.models.hf_config import dtype_name, read_hf_config
+from slimrl.models.hf_config import dtype_name, is_mxfp4, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
 from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize
-from slimrl.quantization.mxfp4 import is_mxfp4
 
 PLAIN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 """Dtypes of weights that are not quantised."""

@@ -14,8 +14,9 @@ from torch import Tensor
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.data.model_weights import Region, TensorSpec
+from slimrl.models.hf_config import BLOCKS_SUFFIX, MXFP4_BLOCK, SCALES_SUFFIX
 from slimrl.models.weight_map import WeightMap
-from slimrl.quantization.mxfp4 import BLOCK_SIZE, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize
+from slimrl.quantization.mxfp4 import dequantize
 
 
 class StackedFolder(CheckpointReader):
@@ -76,21 +77,21 @@ class StackedFolder(CheckpointReader):
         blocks, scales = (self.stored.specs.get(stored + suffix) for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX))
         assert blocks is not None
         *leading, half = blocks.shape
-        if half != BLOCK_SIZE // 2 or scales is None or scales.shape != tuple(leading):
+        if half != MXFP4_BLOCK // 2 or scales is None or scales.shape != tuple(leading):
             found = "none" if scales is None else list(scales.shape)
             raise ValueError(
-                f"{self.path}: {stored}: blocks {list(blocks.shape)} of MXFP4 need {BLOCK_SIZE // 2} bytes each and a "
+                f"{self.path}: {stored}: blocks {list(blocks.shape)} of MXFP4 need {MXFP4_BLOCK // 2} bytes each and a "
                 f"scale for each block, scales are {found}"
             )
-        return (*leading[:-1], leading[-1] * BLOCK_SIZE)
+        return (*leading[:-1], leading[-1] * MXFP4_BLOCK)
 
     def _read_packed(self, stored: str, region: Region) -> Tensor:
         experts, rows, columns = region
-        blocks = slice(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
-        offset = columns.start - blocks.start * BLOCK_SIZE
+        blocks = slice(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
+        offset = columns.start - blocks.start * MXFP4_BLOCK
         part = (experts, rows, blocks)
         values = dequantize(
-            self.stored.read(stored + BLOCKS_SUFFIX, (*part, slice(0, BLOCK_SIZE // 2))),
+            self.stored.read(stored + BLOCKS_SUFFIX, (*part, slice(0, MXFP4_BLOCK // 2))),
             self.stored.read(stored + SCALES_SUFFIX, part),
             getattr(torch, self._dtype),
         )

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from slimrl.data.model_weights import TensorSpec
-from slimrl.models.hf_config import FP8_BLOCK
+from slimrl.models.hf_config import FP8_BLOCK, MXFP4_REFUSED, is_mxfp4
 from slimrl.models.hf_config import SCALE_SUFFIX as SCALE_SUFFIX
-from slimrl.quantization.mxfp4 import is_mxfp4
 
 FP8_DTYPE = "float8_e4m3fn"
 FP8_MAX = 448.0
@@ -67,11 +66,7 @@ class BlockFp8:
         if not raw:
             return None
         if is_mxfp4(hf_config):
-            raise ValueError(
-                "config.json: quantization_config: the experts are in MXFP4, to which no resync and no export rounds. "
-                "`slimrl-tools dequantize` writes the model in bfloat16, for trainer and engines; without engines "
-                "(`slimrl sft`) it is read as it is"
-            )
+            raise ValueError(f"config.json: {MXFP4_REFUSED}")
         block = raw.get("weight_block_size")
         problems = [
             f"{key} {raw.get(key, default)!r}, only {known!r} is supported"

@@ -4,24 +4,10 @@ A byte of `blocks` holds two values, the first in its lower half; a byte of `sca
 Microscaling Formats, version 1.0, sections 5.2 and 5.3.) bfloat16 and float32 hold every value exactly.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-BLOCK_SIZE = 32
-"""Values that share a scale, neighbours in a row"""
-
-BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
-"""Ends of the names of the two tensors that store one."""
-
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def is_mxfp4(hf_config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that experts are in MXFP4."""
-    return (hf_config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

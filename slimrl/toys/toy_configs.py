@@ -158,6 +158,27 @@ def _minimax_m2(size: ToySize) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(size: ToySize) -> dict[str, Any]:
+    """Every other layer sees 32 tokens, fewer than conversations have; yarn as in the published model."""
+    return {
+        **_decoder(size, "GptOssForCausalLM", "gpt_oss", without=("use_sliding_window",)),
+        "intermediate_size": size.moe_intermediate,
+        "num_local_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "attention_bias": True,
+        "sliding_window": 32,
+        "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": size.max_position // 4,
+            "truncate": False,
+        },
+    }
+
+
 TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3": lambda size: _decoder(size, "Qwen3ForCausalLM", "qwen3"),
@@ -171,5 +192,6 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "glm4_moe_lite": _glm4_moe_lite,
     "qwen3_next": _qwen3_next,
     "minimax_m2": _minimax_m2,
+    "gpt_oss": _gpt_oss,
 }
 """Function that makes the config of each family, by the family's name."""

@@ -33,6 +33,8 @@ LARGE = {
     "glm4_moe/glm_4_5": "GLM-4.5",
     "glm4_moe_lite/glm_4_7_flash": "GLM-4.7-Flash",
     "minimax_m2/minimax_m2": "MiniMax-M2",
+    "gpt_oss/gpt_oss_20b": "gpt-oss-20b",
+    "gpt_oss/gpt_oss_120b": "gpt-oss-120b",
 }
 """Start of the recipe's name -> the published model."""
 

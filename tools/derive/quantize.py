@@ -19,7 +19,7 @@ from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.stacked_experts import StackedFolder, read_stacked, stacked_specs
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
+from slimrl.models.hf_config import dtype_name, is_mxfp4, plain_config, read_hf_config
 from slimrl.quantization.fp8 import (
     FP8_DTYPE,
     FP8_MAX,
@@ -30,7 +30,6 @@ from slimrl.quantization.fp8 import (
     dequantize,
     quantize,
 )
-from slimrl.quantization.mxfp4 import is_mxfp4
 from slimrl.quantization.fp8_tensors import check_modules, kept_modules, quantized_names, quantized_specs
 
 CHECKED_TILE_ROWS = 8
