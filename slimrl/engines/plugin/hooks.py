@@ -43,6 +43,8 @@ _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _MINIMAX_NORMS = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm"
+_GPT_OSS = "sglang.srt.models.gpt_oss.GptOssAttention"
+_MODEL_ADJUSTMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 _LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
 _LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 _SAMPLER = "sglang.srt.layers.sampler"
@@ -129,6 +131,7 @@ def hooks() -> list[Hook]:
         native_layers,
         packed_linear,
         seeded_sampling,
+        sinks,
     )
 
     return [
@@ -140,6 +143,10 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}.init_forward_metadata", "after", batched_attention.after_init_forward_metadata),
         (f"{_BACKEND}._run_sdpa_forward_decode", "around", batched_attention.around_decode),
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
+        (f"{_BACKEND}.forward_decode", "around", sinks.around_forward),
+        (f"{_BACKEND}.forward_extend", "around", sinks.around_forward),
+        (f"{_GPT_OSS}.__init__", "after", sinks.after_init),
+        (_MODEL_ADJUSTMENTS, "around", sinks.around_adjustments),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "around", latent_attention.around_rope),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),

@@ -27,7 +27,7 @@ from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.servers.ports import free_port
 from slimrl.engines.servers.process import ServerError, ServerProcess
 from slimrl.engines.servers.speculation import speculative_arguments
-from slimrl.models.family import has_linear_attention
+from slimrl.models.family import has_linear_attention, stacks_experts
 from slimrl.models.hf_config import read_hf_config
 
 _KEEP_FREED_MEMORY = {
@@ -89,6 +89,7 @@ def engine_arguments(
     dequantize: bool = False,
     plain: bool = False,
     linear_attention: bool = False,
+    windows: bool = False,
     deterministic: bool = False,
     trust_remote_code: bool = False,
     part: EnginePart | None = None,
@@ -103,6 +104,7 @@ def engine_arguments(
         dequantize: serve a block-FP8 checkpoint as a plain model.
         plain: have kernels that leave weights as they are loaded, where SGLang would choose others.
         linear_attention: the model has gated delta nets.
+        windows: it has layers with sliding windows.
         part: of an engine on several nodes.
         deterministic: results of a request depend on its seed alone, whatever shares its batch. On a CPU each request
             is sampled so in any case (slimrl/engines/plugin/cpu).
@@ -147,7 +149,7 @@ def engine_arguments(
         values["disable_prefill_cuda_graph"] = rollout.colocated
         values["enable_deterministic_inference"] = deterministic
     else:
-        values |= _cpu_arguments(rollout, trajectories, linear_attention=linear_attention)
+        values |= _cpu_arguments(rollout, trajectories, linear_attention=linear_attention, windows=windows)
     return [word for name, value in {**values, **rollout.sglang}.items() for word in _flag(name, value)]
 
 
@@ -164,7 +166,9 @@ def cpu_cache_tokens(rollout: RolloutConfig, trajectories: int | None) -> int:
     return max(MIN_CACHE_TOKENS, ceil(most / rollout.engine_attention_dp) * rollout.max_trajectory_tokens)
 
 
-def _cpu_arguments(rollout: RolloutConfig, trajectories: int | None, *, linear_attention: bool) -> dict[str, Any]:
+def _cpu_arguments(
+    rollout: RolloutConfig, trajectories: int | None, *, linear_attention: bool, windows: bool
+) -> dict[str, Any]:
     requests = ceil(rollout.max_concurrency_per_engine / rollout.engine_attention_dp)
     values: dict[str, Any] = {
         "device": "cpu",
@@ -174,6 +178,9 @@ def _cpu_arguments(rollout: RolloutConfig, trajectories: int | None, *, linear_a
         "mem_fraction_static": CPU_MEMORY_FRACTION,
         "max_total_tokens": cpu_cache_tokens(rollout, trajectories),
     }
+    if windows:
+        # The backend of a CPU finds no keys in a pool of their own.
+        values["disable_hybrid_swa_memory"] = True
     if linear_attention:
         values |= {
             # The other way to cache states needs a GPU.
@@ -277,6 +284,7 @@ class EngineServer:
         self._timeout_s, self._key = rollout.startup_timeout_s, key
         self.port = port or free_port(host)
         self.url = f"http://{host}:{self.port}"
+        hf_config = read_hf_config(Path(model))
         arguments = engine_arguments(
             rollout,
             model,
@@ -286,8 +294,9 @@ class EngineServer:
             cuda=cuda,
             seed=seed,
             dequantize=is_block_fp8(Path(model)) and not device.computes_block_fp8(),
-            plain=role == ENGINE and device.packs_engine_weights(),
-            linear_attention=has_linear_attention(read_hf_config(Path(model))),
+            plain=role == ENGINE and (device.packs_engine_weights() or (cuda and stacks_experts(hf_config))),
+            linear_attention=has_linear_attention(hf_config),
+            windows=bool(hf_config.get("sliding_window")) and stacks_experts(hf_config),
             deterministic=deterministic,
             trust_remote_code=trust_remote_code,
             part=part,
