@@ -226,6 +226,9 @@ def engine_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Vio
         yield "rollout.routed_experts", "the model has no experts. Use false."
     if not experts and ep > 1:
         yield "rollout.engine_ep", f"{ep}: the model has no experts. Use 1."
+    if hf_config.get("model_type") in EXPERTS_WITH_BIASES and ep > 1:
+        yield "rollout.engine_ep", f"{ep}: SGLang loads the experts of this model into engines that have all. Use 1."
+        return
     yield from _must_divide("rollout.engine_ep", ep, experts, "experts", ep_fits)
     if experts and not tp % ep and columns % (tp // ep):
         use = fitting_text(tp, tp_fits, heads)

@@ -22,6 +22,7 @@ GROUPED = ["rollout.engine_tp=2", "rollout.engine_ep=2", "rollout.engine_attenti
         ("glm4_moe_lite", []),
         ("minimax_m2", []),
         ("deepseek_v3", []),
+        ("gpt_oss", []),
         ("qwen3_next", ["rollout.routed_experts=true"]),
         ("deepseek_v3", GROUPED),
         ("qwen2", DENSE),

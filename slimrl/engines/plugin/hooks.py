@@ -43,7 +43,7 @@ _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _MINIMAX_NORMS = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm"
-_GPT_OSS = "sglang.srt.models.gpt_oss.GptOssAttention"
+_GPT_OSS = "sglang.srt.models.gpt_oss.GptOss"
 _MODEL_ADJUSTMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 _LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
 _LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
@@ -102,6 +102,7 @@ def hooks() -> list[Hook]:
         (f"{_CHECKER}.handle", "around", weight_fingerprints.around_handle),
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
+        (f"{_GPT_OSS}Model.__init__", "before", norm_dtype.before_gpt_oss),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
         (f"{_GLM_DRAFT}.post_load_weights", "around", draft_weights.around_post_load),
         (f"{_SCHEDULER}.init_idle_sleeper", "after", scheduler.after_init_idle_sleeper),
@@ -145,7 +146,7 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
         (f"{_BACKEND}.forward_decode", "around", sinks.around_forward),
         (f"{_BACKEND}.forward_extend", "around", sinks.around_forward),
-        (f"{_GPT_OSS}.__init__", "after", sinks.after_init),
+        (f"{_GPT_OSS}Attention.__init__", "after", sinks.after_init),
         (_MODEL_ADJUSTMENTS, "around", sinks.around_adjustments),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "around", latent_attention.around_rope),

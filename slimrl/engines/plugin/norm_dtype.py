@@ -1,7 +1,7 @@
-"""The norm of a gated delta net has the dtype of the engine's other weights.
+"""Weights that SGLang makes in the dtype that config.json names have the dtype of the engine's other weights.
 
-SGLang makes it in the dtype that config.json names, so that an engine of another precision would round it to that, or
-hold what no fingerprint of the trainer's equals.
+An engine of another precision would round them to that, or hold what no fingerprint of the trainer's equals; of gpt-oss
+it would serve nothing.
 """
 
 from typing import Any
@@ -12,3 +12,10 @@ def after_init(result: None, net: Any, *args: Any, **kwargs: Any) -> None:
     import torch
 
     net.norm.to(torch.get_default_dtype())
+
+
+def before_gpt_oss(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook of GptOssModel.__init__, called in the same way."""
+    import torch
+
+    config.dtype = torch.get_default_dtype()
