@@ -202,8 +202,8 @@ def padded_groups(bounds: list[int]) -> tuple[list[Tensor], Tensor]:
 
 
 def _causal_mask(length: int, ranks: int, rank: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [length / ranks, length]: tokens of a sequence that each query of this rank sees; `window`: at most this many
-    before its own."""
+    """bool [length / ranks, length]: tokens of a sequence that each query of this rank sees; `window`: at most this
+    many before its own."""
     query_Q1 = zigzag_indices([0, length], ranks, rank).to(device)[:, None]
     key_L = torch.arange(length, device=device)
     visible_QL = key_L <= query_Q1

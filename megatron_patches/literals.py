@@ -61,7 +61,9 @@ def add_expert_biases_out_of_place() -> None:
     Autograd refuses it for Megatron's own layers, so that experts with biases (gpt-oss) could not train.
     """
     added = "output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)"
-    patch_source("megatron.core.transformer.mlp", "MLP.forward", (f"output += {added}", f"output = output + {added}", 1))
+    patch_source(
+        "megatron.core.transformer.mlp", "MLP.forward", (f"output += {added}", f"output = output + {added}", 1)
+    )
 
 
 def keep_steps_of_torch_adam() -> None:

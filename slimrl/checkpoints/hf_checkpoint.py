@@ -9,8 +9,9 @@ from torch import Tensor
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, block_rows
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.stacked_experts import StackedFolder
+from slimrl.config.hf_config import stacks_experts
 from slimrl.data.model_weights import TensorSpec
-from slimrl.models.family import family_of, stacks_experts
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import dtype_name, is_mxfp4, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
 from slimrl.models.weight_map import WeightMap

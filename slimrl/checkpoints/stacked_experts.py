@@ -5,7 +5,7 @@ The weight map names the tensors of each expert: a matrix [out, in], or a bias. 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,8 @@ from slimrl.data.model_weights import Region, TensorSpec
 from slimrl.models.hf_config import BLOCKS_SUFFIX, MXFP4_BLOCK, SCALES_SUFFIX
 from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.mxfp4 import dequantize
+
+Tensors = Iterable[tuple[str, Tensor]]
 
 
 class StackedFolder(CheckpointReader):
@@ -133,15 +135,26 @@ def stacked_tensors(
             yield stored, stacks.pop(stored)
 
 
-def read_stacked(
-    reader: CheckpointReader, weight_map: WeightMap, stored: Iterable[TensorSpec]
-) -> Iterator[tuple[str, Tensor]]:
-    """Some tensors of `stacked_specs`, from a reader of those of the weight map; holds one at a time."""
+def restacked(
+    weight_map: WeightMap, specs: Sequence[TensorSpec], produce: Callable[[Sequence[TensorSpec]], Tensors]
+) -> tuple[list[TensorSpec], Callable[[Sequence[TensorSpec]], Tensors]]:
+    """What files hold that store tensors of a weight map, and a function that makes some of it.
+
+    Args:
+        produce: makes some of `specs`, whole, in the order of its argument.
+    """
     members: dict[str, list[TensorSpec]] = {}
-    for name, (stack, _) in weight_map.stacked.items():
-        if name in reader.specs:
-            members.setdefault(stack, []).append(reader.specs[name])
-    for spec in stored:
-        own = members.get(spec.name) or [reader.specs[spec.name]]
-        tensors = ((each.name, read_whole(reader, each.name)) for each in own)
-        yield from stacked_tensors(weight_map, own, tensors)
+    for spec in specs:
+        stored, _ = weight_map.stacked.get(spec.name, (spec.name, 0))
+        members.setdefault(stored, []).append(spec)
+
+    def produce_stored(group: Sequence[TensorSpec]) -> Tensors:
+        own = [member for spec in group for member in members[spec.name]]
+        return stacked_tensors(weight_map, own, produce(own))
+
+    return stacked_specs(weight_map, specs), produce_stored
+
+
+def read_each(reader: CheckpointReader, group: Iterable[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors by the names of these specs."""
+    return ((spec.name, read_whole(reader, spec.name)) for spec in group)

@@ -24,8 +24,9 @@ def read_hf_config(model_path: Path) -> dict[str, Any]:
     return config
 
 
-EXPERTS_WITH_BIASES = ("gpt_oss",)
-"""`model_type` of models whose experts have biases."""
+EXPERTS_WITH_BIASES = STACKED_EXPERTS = ("gpt_oss",)
+"""`model_type` of models whose experts have biases; and of those of which files, and SGLang, have a tensor of all
+experts of a layer as one."""
 
 
 def first_of(hf_config: dict[str, Any], *names: str) -> int:
@@ -41,6 +42,11 @@ def num_experts(hf_config: dict[str, Any]) -> int:
 def expert_columns(hf_config: dict[str, Any]) -> int:
     """Intermediate size of a routed expert."""
     return first_of(hf_config, "moe_intermediate_size", "intermediate_size")
+
+
+def stacks_experts(hf_config: dict[str, Any]) -> bool:
+    """Whether files hold a tensor of all experts of a layer as one, and SGLang loads nothing else."""
+    return hf_config.get("model_type") in STACKED_EXPERTS
 
 
 def num_dense_layers(hf_config: dict[str, Any]) -> int:

@@ -44,8 +44,6 @@ class Family:
     module: FamilyModule
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
-    stacked_experts: bool = False
-    """Whether files hold a tensor of all experts of a layer as one, and SGLang loads nothing else."""
     unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
     """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
     draft: DraftModel | None = None
@@ -121,7 +119,6 @@ FAMILIES = (
         name="gpt_oss",
         model_types=("gpt_oss",),
         module=gpt_oss,
-        stacked_experts=True,
         engine_rules=gpt_oss.ENGINE_RULES,
         call_parsers=("gpt-oss",),
     ),
@@ -156,13 +153,6 @@ def has_linear_attention(hf_config: dict[str, Any]) -> bool:
     """Whether the model has gated delta nets; False for one that is not supported."""
     model_type = hf_config.get("model_type")
     return any(family.linear_attention and model_type in family.model_types for family in FAMILIES)
-
-
-def stacks_experts(hf_config: dict[str, Any]) -> bool:
-    """Whether files and SGLang hold a tensor of all experts of a layer as one; False for a model that is not supported.
-    """
-    model_type = hf_config.get("model_type")
-    return any(family.stacked_experts and model_type in family.model_types for family in FAMILIES)
 
 
 def engine_rules_of(model_type: str) -> tuple[EngineRule, ...]:

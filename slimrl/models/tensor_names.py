@@ -124,10 +124,12 @@ def experts_apart(
     map has them so; arguments as those of `find_mismatches`."""
     apart = dict(shapes)
     for _, tensor in with_expert_ranges(weight_map) if expert_ranges else _tensors(weight_map):
+        if tensor.stacked is None:
+            continue
         if tensor.stacked in shapes:
             apart.pop(tensor.stacked, None)
             apart[tensor.name] = shapes[tensor.stacked][:0:-1]
-        elif tensor.stacked is not None and (blocks := shapes.get(tensor.stacked + BLOCKS_SUFFIX)) is not None:
+        elif (blocks := shapes.get(tensor.stacked + BLOCKS_SUFFIX)) is not None:
             for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX):
                 apart.pop(tensor.stacked + suffix, None)
             apart[tensor.name] = (*blocks[1:-2], blocks[-2] * MXFP4_BLOCK)

@@ -203,7 +203,7 @@ class WeightMap:
 
     @cached_property
     def stacked(self) -> dict[str, tuple[str, int]]:
-        """Name of an expert's tensor -> name of the tensor in which files hold those of all experts, and index there."""
+        """Name of an expert's tensor -> name of the one in which files hold those of all experts, and index there."""
         if not any(tensor.stacked for rule in self.rules for tensor in rule.hf):
             return {}
         return {

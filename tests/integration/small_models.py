@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimrl.config import hf_config
-from slimrl.models.family import family_of, stacks_experts
+from slimrl.models.family import family_of
 
 VOCAB = 131
 
@@ -216,7 +216,7 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
             torch.nn.init.normal_(buffer, 0.0, 0.1)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
-    if stacks_experts(whole):
+    if hf_config.stacks_experts(whole):
         save_file(apart(load_file(path / "model.safetensors")), path / EXPECTED_NAME)
     return path
 

@@ -74,10 +74,10 @@ def there_and_back(src: Path, tmp: Path, parallel: ParallelConfig, options: Opti
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_next"]
+    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss", "qwen3_next"]
 )
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
-    mtp = int(family not in ("qwen3_moe", "minimax_m2"))
+    mtp = int(family not in ("qwen3_moe", "minimax_m2", "gpt_oss"))
     write_toy(family, tmp_path / "hf", ToySize(layers=2, mtp_layers=mtp), seed=1)
     back = there_and_back(tmp_path / "hf", tmp_path, LAYOUTS["tp2_ep2_etp1"], shard_bytes=500_000)
     assert_same_tensors(tmp_path / "hf", back)
@@ -103,6 +103,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
         "deepseek_v3",
         "glm4_moe_lite",
         "minimax_m2",
+        "gpt_oss",
         "moonlight",
         "qwen3_tied",
         "qwen2",
@@ -116,6 +117,8 @@ def test_every_family_comes_back_bit_for_bit_from_every_layout(tmp_path, name, l
     src = small_model(name, tmp_path / "hf")
     if not num_experts(name) and (parallel.expert > 1 or parallel.expert_tensor > 1):
         pytest.skip("a dense model has no experts")
+    if name == "gpt_oss" and parallel.expert_tensor > 1:
+        pytest.skip("megatron-core shards no experts that have biases")
     assert_same_tensors(src, there_and_back(src, tmp_path, parallel))
 
 

@@ -52,6 +52,8 @@ def layouts_of_4(name: str) -> dict[str, ParallelConfig]:
     if name.endswith("_tied"):
         return {"tp2_pp2": ParallelConfig(tensor=2, pipeline=2)}
     return {key: each for key, each in LAYOUTS_OF_4.items() if each.expert_tensor == 1 or name != "gpt_oss"}
+
+
 OPTIONS = Options()
 
 

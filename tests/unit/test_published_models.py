@@ -255,7 +255,7 @@ def test_gpt_oss_is_planned_in_bfloat16_and_refused_in_mxfp4_as_it_is_published(
         assert "as published, in bfloat16, for" in words
     monkeypatch.chdir(ROOT)
     recipe = "recipes/gpt_oss/gpt_oss_20b_gspo.yaml"
-    with pytest.raises(RecipeError, match="model.path: openai/gpt-oss-20b: .* MXFP4, .*`slimrl-tools dequantize`"):
+    with pytest.raises(RecipeError, match=r"model.path: openai/gpt-oss-20b: .* MXFP4, .*`slimrl-tools dequantize`"):
         read_offline(recipe, ["model.path=openai/gpt-oss-20b"], "train")
 
 

@@ -31,6 +31,7 @@ from slimrl.checkpoints.safetensors_folder import (
     plan_safetensors_files,
     write_index,
 )
+from slimrl.checkpoints.stacked_experts import stacked_specs
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.data.model_weights import TensorSpec
@@ -74,13 +75,14 @@ def megatron_to_hf(
         missing = weight_map.hf_tensors.keys() - reader.specs.keys()
         from_hf = _mtp_from_hf(found, family, config, missing, say) if missing else {}
         sources = {**from_hf, **reader.specs}
-    specs = _specs(weight_map, sources, options.dtype)
+    apart = _specs(weight_map, sources, options.dtype)
+    specs = stacked_specs(weight_map, apart)
     files = plan_safetensors_files(specs, shard_bytes)
     plan = Plan(
         out=out,
         num_tensors=len(specs),
         files={name: sum(map(spec_bytes, group)) for name, group in files.items()},
-        largest_bytes=_largest_held(weight_map, sources, specs),
+        largest_bytes=_largest_held(weight_map, sources, apart),
     )
     if dry_run:
         say(plan.describe(options.processes))
@@ -95,7 +97,14 @@ def megatron_to_hf(
     }
     with output_folder(out, job, resume=options.resume) as partial:
         write_in_parallel(
-            bind(safetensors_writer, stored, found.hf_dir, frozenset(from_hf), weight_map.originals),
+            bind(
+                safetensors_writer,
+                stored,
+                found.hf_dir,
+                frozenset(from_hf),
+                weight_map.originals,
+                apart if weight_map.stacked else (),
+            ),
             files,
             plan.files,
             partial,

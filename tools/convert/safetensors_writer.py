@@ -1,7 +1,8 @@
 """Writes the safetensors files of an output in one process. It needs no Megatron, whose import takes seconds."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.read_ahead import read_ahead
 from slimrl.checkpoints.safetensors_file import TensorLocation, spec_bytes, write_safetensors_file
+from slimrl.checkpoints.stacked_experts import read_each, restacked
 from slimrl.checkpoints.tensor_bytes import bytes_of
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
@@ -24,7 +26,11 @@ from slimrl.data.model_weights import TensorSpec
 
 @contextmanager
 def safetensors_writer(
-    stored: tuple[Path, Metadata, ShardSchema], hf_dir: Path, from_hf: frozenset[str], originals: Mapping[str, str]
+    stored: tuple[Path, Metadata, ShardSchema],
+    hf_dir: Path,
+    from_hf: frozenset[str],
+    originals: Mapping[str, str],
+    apart: Sequence[TensorSpec] = (),
 ) -> Iterator[WriteFile[list[TensorSpec]]]:
     """From a torch_dist checkpoint.
 
@@ -32,18 +38,22 @@ def safetensors_writer(
         stored: arguments of StoredWeights.
         from_hf: names of tensors that are read from the folder `hf_dir` instead.
         originals: name of a copy -> name of the tensor that it repeats.
+        apart: specs of all tensors, those of each expert by itself, of a model whose files hold them as one.
     """
     keep_freed_memory()
     with StoredWeights(*stored) as reader, open_hf_checkpoint(hf_dir) if from_hf else nullcontext() as other:
 
-        def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+        def tensors(specs: Sequence[TensorSpec]) -> Iterable[tuple[str, Tensor]]:
             for spec in specs:
                 original = originals.get(spec.name, spec.name)
                 source = other if other and original in from_hf else reader
                 for block in read_blocks(source, original, tuple(slice(0, size) for size in spec.shape)):
                     yield spec.name, block
 
-        yield lambda file, specs, written: write_hashed(file, specs, tensors(specs), written)
+        produce: Callable[[Sequence[TensorSpec]], Iterable[tuple[str, Tensor]]] = tensors
+        if apart:
+            _, produce = restacked(stored[2].weight_map, apart, partial(read_each, reader))
+        yield lambda file, specs, written: write_hashed(file, specs, produce(specs), written)
 
 
 def write_hashed(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.checkpoints.hf_checkpoint import DequantizingReader
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-from slimrl.checkpoints.stacked_experts import StackedFolder, read_stacked, stacked_specs
+from slimrl.checkpoints.stacked_experts import StackedFolder, read_each, restacked
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import dtype_name, is_mxfp4, plain_config, read_hf_config
@@ -108,11 +109,12 @@ def _dequantization_of_mxfp4(src: SafetensorsFolder, hf_config: dict[str, Any], 
     reader = StackedFolder(src, weight_map, dtype)
     check_tensors(reader, family_of(hf_config), hf_config)
     specs = [replace(spec, dtype=dtype if spec.dtype == before else spec.dtype) for spec in reader.specs.values()]
+    stored, produce = restacked(weight_map, specs, partial(read_each, reader))
     return Rewrite(
         command="dequantize",
         sources=[src.path],
-        specs=stacked_specs(weight_map, specs),
-        produce=lambda group: read_stacked(reader, weight_map, group),
+        specs=stored,
+        produce=produce,
         config=plain_config(hf_config, dtype),
         options={"dtype": dtype},
     )

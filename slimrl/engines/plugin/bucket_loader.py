@@ -135,7 +135,7 @@ def around_end_update(original: Callable[..., None], updater: Any, *, run_post_l
 
 def load_bucket(model: Any, buffer: "Tensor", parts: Sequence[TensorPart]) -> None:
     """Copy the bucket that lies at the start of `buffer` into the model's parameters."""
-    from slimrl.models.family import stacks_experts
+    from slimrl.config.hf_config import stacks_experts
 
     # SGLang would load the experts of a layer at once, or none.
     apart = EXPERTS if stacks_experts({"model_type": getattr(model.config, "model_type", "")}) else None

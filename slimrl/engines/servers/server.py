@@ -20,6 +20,7 @@ from slimrl.base.meeting_folder import meeting_folder
 from slimrl.base.spans import PROFILE_FOLDER, child_variables
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8
 from slimrl.config.env_vars import ENGINE_PINNED
+from slimrl.config.hf_config import stacks_experts
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_kernels import plain_kernels
@@ -27,7 +28,7 @@ from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.servers.ports import free_port
 from slimrl.engines.servers.process import ServerError, ServerProcess
 from slimrl.engines.servers.speculation import speculative_arguments
-from slimrl.models.family import has_linear_attention, stacks_experts
+from slimrl.models.family import has_linear_attention
 from slimrl.models.hf_config import read_hf_config
 
 _KEEP_FREED_MEMORY = {

@@ -200,9 +200,7 @@ def _down_bias(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
 
 
 ENGINE_RULES = (
-    EngineRule(
-        pattern=r".+\.self_attn\.sinks", slices=unfused(shard_dim=0, in_model_dtype=True), attention=True
-    ),
+    EngineRule(pattern=r".+\.self_attn\.sinks", slices=unfused(shard_dim=0, in_model_dtype=True), attention=True),
     EngineRule(pattern=r"(.+\.experts)\.w13_weight(_bias)?", slices=_gate_up),
     EngineRule(pattern=r"(.+\.experts)\.w2_weight", slices=_down),
     EngineRule(pattern=r"(.+\.experts)\.w2_weight_bias", slices=_down_bias),

@@ -35,8 +35,8 @@ def export_hf(
 ) -> None:
     """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
 
-    The weights have the trainer's dtype; those of a model in block FP8 or MXFP4 are not quantized again. Layers for multi-token
-    prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py).
+    The weights have the trainer's dtype; those of a model in block FP8 or MXFP4 are not quantized again. Layers for
+    multi-token prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py).
     The folder is written next to `out_dir` and renamed at the end, so it is complete or absent.
 
     Raises:

@@ -160,7 +160,9 @@ def paged_attention(
                 torch.tensor([lens[i] for i in chosen]) for lens in (starts, prefix_lens, new_lens)
             )
             slots_BL = req_to_token[requests[chosen].long(), :longest]
-            _attend_group(query, output, keys_pool, values_pool, slots_BL, start_B, prefix_B, new_B, scale, window, sinks)
+            _attend_group(
+                query, output, keys_pool, values_pool, slots_BL, start_B, prefix_B, new_B, scale, window, sinks
+            )
     return output
 
 

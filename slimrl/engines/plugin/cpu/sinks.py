@@ -1,7 +1,7 @@
 """Sinks of attention on a CPU: a score of each head beside those of the tokens, of no value (gpt-oss).
 
-SGLang's torch_native backend takes none, so SGLang refuses gpt-oss with it. The hooks here hand them past its methods to
-batched_attention.py, which computes with them.
+SGLang's torch_native backend takes none, so SGLang refuses gpt-oss with it. The hooks here hand them past its methods
+to batched_attention.py, which computes with them.
 """
 
 from collections.abc import Callable
