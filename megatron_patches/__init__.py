@@ -22,6 +22,7 @@ ANY_DEVICE: tuple[Patch, ...] = (
     layers.keep_query_without_norm,
     layers.complete_local_norms,
     layers.offer_delta_nets,
+    layers.offer_sparse_attention,
     layers.compute_delta_rule_in_torch,
     literals.add_expert_biases_out_of_place,
     rope.rotate_packed_sequences_at_once,

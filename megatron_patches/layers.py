@@ -1,6 +1,7 @@
 """Layers: norms, core attention, gated delta nets, and the down projections of multi-latent attention."""
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -77,6 +78,40 @@ def offer_delta_nets() -> None:
         layers = original(plain, use_transformer_engine, *args, **kwargs)
         backend = gpt_layer_specs.TESpecProvider() if use_transformer_engine else LocalSpecProvider()
         return with_delta_nets(layers, config, backend)
+
+    patch_attr(gpt_layer_specs, "get_gpt_decoder_layer_specs", specs)
+
+
+def offer_sparse_attention() -> None:
+    """models/gpt/gpt_layer_specs.py refuses DeepSeek's sparse attention, which other files of it have (DeepSeek-V3.2,
+    GLM-5).
+
+    Its specification asks for a linear layer that every rank holds whole, which Megatron's own layers lack. On any
+    device.
+    """
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_dsa_module_spec_for_backend
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+    from megatron_patches.replicated_linear import ReplicatedLinear
+
+    LocalSpecProvider.linear = lambda self: ReplicatedLinear  # type: ignore[attr-defined]
+    absorbed_mla.Linear = absorbed_mla.Linear or ReplicatedLinear
+    original = gpt_layer_specs.get_gpt_decoder_layer_specs
+
+    @functools.wraps(original)
+    def specs(config: Any, use_transformer_engine: bool, *args: Any, **kwargs: Any) -> Any:
+        if config.experimental_attention_variant != "dsa":
+            return original(config, use_transformer_engine, *args, **kwargs)
+        plain = copy.copy(config)
+        plain.experimental_attention_variant = None
+        backend = gpt_layer_specs.TESpecProvider() if use_transformer_engine else LocalSpecProvider()
+        attention = get_dsa_module_spec_for_backend(config, backend)
+        layers = original(plain, use_transformer_engine, *args, **kwargs)
+        for layer in layers:
+            layer.submodules = dataclasses.replace(layer.submodules, self_attention=attention)
+        return layers
 
     patch_attr(gpt_layer_specs, "get_gpt_decoder_layer_specs", specs)
 

@@ -61,7 +61,7 @@ def num_dense_layers(hf_config: dict[str, Any]) -> int:
 def shared_columns(hf_config: dict[str, Any]) -> int:
     """Intermediate size of the shared experts together; 0 if there are none."""
     own = first_of(hf_config, "shared_expert_intermediate_size")
-    return own or expert_columns(hf_config) * first_of(hf_config, "n_shared_experts")
+    return own or expert_columns(hf_config) * first_of(hf_config, "n_shared_experts", "num_shared_experts")
 
 
 def num_kv_heads(hf_config: dict[str, Any]) -> int:

@@ -80,6 +80,14 @@ SAFE = table(
         instead="chooses experts itself, so engines would compute another model",
     ),
     judged(_SAFE, "losses that balance the experts", "moe_aux_loss_coeff", needs="moe_router_load_balancing_type"),
+    judged(_SAFE, "the loss that trains indexers of sparse attention", "dsa_indexer_loss_coeff"),
+    judged(_SAFE, "the same of the chosen keys alone", "dsa_indexer_use_sparse_loss", needs="dsa_indexer_loss_coeff"),
+    judged(
+        _SAFE,
+        "kernels of sparse attention on a GPU",
+        "dsa_kernel_backend",
+        transformer_engine=True,
+    ),
     judged(_SAFE, "losses of the routers", "moe_z_loss_coeff moe_router_bias_update_rate"),
     judged(
         _SAFE,
@@ -368,9 +376,6 @@ WITHOUT_EFFECT = table(
             "the models have no layers of Mamba": (
                 "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads "
                 "mamba_training_ssm_states_dtype use_mamba_mem_eff_path"
-            ),
-            "the models have no sparse attention": (
-                "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_kernel_backend"
             ),
             "engines generate, and not megatron-core": (
                 "cache_mla_latents flash_decode inference_rng_tracker inference_sampling_seed "

@@ -41,7 +41,7 @@ def _width(path: str, suffix: str, shape: EngineShape) -> int | None:
         return None
     if ".experts" in path:
         return shape.expert_width or None
-    shared = path.endswith(("shared_experts", "shared_expert"))
+    shared = path.endswith(("shared_experts", "shared_expert", "shared_mlp"))
     return (shape.shared_width if shared else shape.dense_width) or None
 
 

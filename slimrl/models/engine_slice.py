@@ -71,7 +71,7 @@ class EngineShape:
             q_latent=first("q_lora_rank"),
             kv_latent=first("kv_lora_rank") + first("qk_rope_head_dim"),
             expert_width=expert_width,
-            shared_width=expert_width * first("n_shared_experts")
+            shared_width=expert_width * first("n_shared_experts", "num_shared_experts")
             or first("original_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
             dense_width=dense_width,
             convolved=(keys, keys, values) if values else (),

@@ -8,9 +8,12 @@ from slimrl.data.model_weights import TensorSpec
 from slimrl.models.engine_slice import EngineRule
 from slimrl.models.families import (
     deepseek_v3,
+    deepseek_v32,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     gpt_oss,
+    hy_v3,
     llama,
     minimax_m2,
     qwen2,
@@ -44,6 +47,8 @@ class Family:
     module: FamilyModule
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
+    attention_groups: bool = True
+    """Whether ranks of an engine of SGLang can share out requests (rollout.engine_attention_dp)."""
     unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
     """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
     draft: DraftModel | None = None
@@ -108,6 +113,16 @@ FAMILIES = (
         call_parsers=("deepseekv31", "deepseekv3", "kimi_k2"),
     ),
     Family(
+        name="hy_v3",
+        model_types=("hy_v3",),
+        module=hy_v3,
+        draft=DraftModel(model_class="HYV3ForCausalLMNextN", layer_name=hy_v3.draft_layer_name),
+        attention_groups=False,
+        unserved=hy_v3.unserved,
+        engine_rules=hy_v3.ENGINE_RULES,
+        call_parsers=("hunyuan",),
+    ),
+    Family(
         name="minimax_m2",
         model_types=("minimax_m2",),
         module=minimax_m2,
@@ -121,6 +136,21 @@ FAMILIES = (
         module=gpt_oss,
         engine_rules=gpt_oss.ENGINE_RULES,
         call_parsers=("gpt-oss",),
+    ),
+    Family(
+        name="deepseek_v32",
+        model_types=("deepseek_v32",),
+        module=deepseek_v32,
+        draft=DraftModel(model_class="DeepseekV3ForCausalLMNextN", layer_name=numbered_layer_name),
+        call_parsers=("deepseekv32",),
+    ),
+    Family(
+        name="glm_moe_dsa",
+        model_types=("glm_moe_dsa",),
+        module=glm_moe_dsa,
+        draft=DraftModel(model_class="GlmMoeDsaForCausalLMNextN", layer_name=numbered_layer_name),
+        unserved=glm_moe_dsa.unserved,
+        call_parsers=("glm47",),
     ),
     Family(
         name="qwen3_next",

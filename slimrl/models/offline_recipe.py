@@ -153,6 +153,7 @@ def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterato
         return
     if trains(loaded.command):
         yield from with_critic(partial(_fields_of_experts, architecture), loaded.recipe, loaded.command)
+        yield from with_critic(partial(_fields_of_indexers, architecture), loaded.recipe, loaded.command)
         yield from _mtp_violations(loaded.recipe, architecture)
 
 
@@ -176,6 +177,14 @@ def _fields_of_experts(architecture: MegatronModelConfig, recipe: Recipe) -> Ite
         lacks = "num_moe_experts" if not model.get("num_moe_experts") else OF_SOME_EXPERTS.get(name, "num_moe_experts")
         if name.startswith("moe_") and value and not model.get(lacks):
             yield f"trainer.megatron.{name}", f"has no effect: the model has no {MISSING[lacks]}. Leave it out."
+
+
+def _fields_of_indexers(architecture: MegatronModelConfig, recipe: Recipe) -> Iterator[Violation]:
+    if architecture.transformer.get("experimental_attention_variant") == "dsa":
+        return
+    for name, value in recipe.trainer.megatron.items():
+        if name.startswith("dsa_") and value:
+            yield f"trainer.megatron.{name}", "has no effect: the model has no sparse attention. Leave it out."
 
 
 def _mtp_violations(recipe: Recipe, architecture: MegatronModelConfig) -> Iterator[Violation]:

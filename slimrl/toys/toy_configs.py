@@ -142,6 +142,44 @@ def _glm4_moe_lite(size: ToySize) -> dict[str, Any]:
     return own | {name: value for name, value in _deepseek_v3(size).items() if name not in others}
 
 
+def _deepseek_v32(size: ToySize) -> dict[str, Any]:
+    """DeepSeek-V3 with an indexer in each layer; conversations are shorter than what it chooses."""
+    return {
+        **_deepseek_v3(size),
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_topk": size.max_position,
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+    }
+
+
+def _glm_moe_dsa(size: ToySize) -> dict[str, Any]:
+    """The same with GLM's positions; every other layer takes the choice of the one before."""
+    return {
+        **{name: value for name, value in _deepseek_v32(size).items() if name != "rope_scaling"},
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "indexer_rope_interleave": True,
+        "indexer_types": ["shared" if layer % 2 else "full" for layer in range(size.layers)],
+    }
+
+
+def _hy_v3(size: ToySize) -> dict[str, Any]:
+    return {
+        **_decoder(size, "HYV3ForCausalLM", "hy_v3", without=("use_sliding_window",)),
+        "moe_intermediate_size": size.moe_intermediate,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "router_scaling_factor": 1.5,
+        "route_norm": True,
+        "qk_norm": True,
+        "num_nextn_predict_layers": size.mtp_layers,
+    }
+
+
 def _minimax_m2(size: ToySize) -> dict[str, Any]:
     """Half of each head's dimensions are rotated."""
     without = ("use_sliding_window", "attention_bias")
@@ -193,5 +231,8 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_next": _qwen3_next,
     "minimax_m2": _minimax_m2,
     "gpt_oss": _gpt_oss,
+    "hy_v3": _hy_v3,
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _glm_moe_dsa,
 }
 """Function that makes the config of each family, by the family's name."""

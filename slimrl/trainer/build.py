@@ -72,6 +72,8 @@ def build_model(
             attach_value_head(chunk)
         if trainer.fp8_emulation:
             emulate_fp8(chunk, config, trainer.fp8)
+        if not config.dsa_indexer_loss_coeff:
+            _freeze_indexers(chunk)
         chunk.to(device.compute_device())
         adapt(chunk)
         if trainer.precision == Precision.bf16:
@@ -155,6 +157,9 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
     if mtp and model.mtp_layers:
         # Detached, they have a gradient norm of their own.
         family |= {"mtp_num_layers": model.mtp_layers, "mtp_detach_heads": True}
+    if family.get("experimental_attention_variant") == "dsa":
+        # The only exchange of context parallelism that sparse attention has.
+        user.setdefault("cp_comm_type", "allgather")
     family.setdefault("activation_func", torch.nn.functional.silu)
     dtype = getattr(torch, trainer.precision.dtype)
     precision = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
@@ -263,6 +268,13 @@ def _keep_routers_float32(chunk: nn.Module, *, weights: bool) -> None:
         if module.enable_expert_bias:
             module.expert_bias = module.expert_bias.float()
             module.local_tokens_per_expert = module.local_tokens_per_expert.float()
+
+
+def _freeze_indexers(chunk: nn.Module) -> None:
+    """Leave indexers of sparse attention as they are: only a loss of their own gives them a gradient."""
+    for name, parameter in chunk.named_parameters():
+        if ".indexer." in name:
+            parameter.requires_grad = False
 
 
 def _mark_experts(chunk: nn.Module) -> None:

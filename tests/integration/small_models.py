@@ -111,6 +111,8 @@ _LLAMA3_ROPE = {
     "rope_theta": 200_000.0,
 }
 
+# Fewer heads tie many scores at 0.
+_INDEXERS = {"index_topk": 12, "index_head_dim": 24, "index_n_heads": 18}
 _WITHOUT_GROUPS = {**_DEEPSEEK_V3, "n_group": 1, "topk_group": 1}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -153,6 +155,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": None,
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         "rms_norm_eps": 1e-6,
+    },
+    "deepseek_v32": {**_DEEPSEEK_V3, **_INDEXERS, "model_type": "deepseek_v32", "rope_parameters": _YARN},
+    "glm_moe_dsa": {**_WITHOUT_GROUPS, **_INDEXERS, "model_type": "glm_moe_dsa", "rms_norm_eps": 1e-6},
+    "glm_moe_dsa_shared": {
+        **_WITHOUT_GROUPS,
+        **_INDEXERS,
+        "model_type": "glm_moe_dsa",
+        "rms_norm_eps": 1e-6,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
+    "hy_v3": {
+        "model_type": "hy_v3",
+        **_HEADS_OF_16,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "router_scaling_factor": 2.5,
+        "rope_theta": 5000.0,
+        "num_nextn_predict_layers": 0,
     },
     "minimax_m2": {
         "model_type": "minimax_m2",

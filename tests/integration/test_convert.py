@@ -75,7 +75,18 @@ def there_and_back(src: Path, tmp: Path, parallel: ParallelConfig, options: Opti
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss", "qwen3_next"]
+    "family",
+    [
+        "qwen3_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "hy_v3",
+        "minimax_m2",
+        "gpt_oss",
+        "qwen3_next",
+    ],
 )
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
     mtp = int(family not in ("qwen3_moe", "minimax_m2", "gpt_oss"))
@@ -103,6 +114,8 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
         "glm4_moe",
         "deepseek_v3",
         "glm4_moe_lite",
+        "glm_moe_dsa_shared",
+        "hy_v3",
         "minimax_m2",
         "gpt_oss",
         "moonlight",

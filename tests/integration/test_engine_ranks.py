@@ -17,6 +17,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
+from slimrl.models.family import FAMILIES
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
@@ -26,8 +27,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-WHOLE_EXPERTS = [(1, 1, 1), (2, 1, 1), (2, 1, 2)]
-FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_next")
+NAMES = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2",
+         "gpt_oss", "qwen3_next")  # fmt: skip
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -59,9 +60,12 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
     [
-        *((family, *layout) for family in FAMILIES for layout in [*WHOLE_EXPERTS, (2, 2, 1), (4, 2, 2)]),
+        (family.name, *layout)
+        for family in FAMILIES
+        for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]
+        if family.name in NAMES and (layout[-1] == 1 or family.attention_groups)
         # SGLang loads the experts of gpt-oss into no engine that has them apart.
-        *(("gpt_oss", *layout) for layout in WHOLE_EXPERTS),
+        if family.name != "gpt_oss" or layout[1] == 1
     ],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(

@@ -98,7 +98,7 @@ def update_and_export(rank, num_ranks, port, path, out):
 
 MORE_FAMILIES = [
     pytest.param(name, marks=pytest.mark.full)
-    for name in ("glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss", "qwen3_next")
+    for name in ("glm4_moe", "deepseek_v3", "hy_v3", "minimax_m2", "gpt_oss", "qwen3_next")
 ]
 
 

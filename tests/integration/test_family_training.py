@@ -22,7 +22,7 @@ def hf_biases(path: Path) -> dict[str, np.ndarray]:
     return {
         re.sub(r"model\.(.*)\.(mlp|block_sparse_moe)\..*", r"decoder.\1.mlp.router.expert_bias", name): value.numpy()
         for name, value in load_file(path / "model.safetensors").items()
-        if name.endswith("e_score_correction_bias")
+        if name.endswith(("e_score_correction_bias", "expert_bias"))
     }
 
 
@@ -55,7 +55,9 @@ OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "glm_moe_dsa_shared", "hy_v3", "minimax_m2", "qwen3_next"]
+)
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
     run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)

@@ -76,7 +76,15 @@ def assert_equal_logprobs(by_rank, expected):
         np.testing.assert_allclose(ours[number][: len(values)], values, atol=1e-5)
 
 
-MORE_FAMILIES = ["deepseek_v3", "qwen3", "glm4_moe", "minimax_m2", "moonlight", "qwen3_next_mixed", "qwen3_moe_mixed"]
+MORE_FAMILIES = [
+    "deepseek_v3",
+    "qwen3",
+    "glm4_moe",
+    "minimax_m2",
+    "moonlight",
+    "qwen3_next_mixed",
+    "qwen3_moe_mixed",
+]
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.full) for name in MORE_FAMILIES)])

@@ -40,7 +40,7 @@ from slimrl.trainer.worker import TrainerWorker
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LAYERS = 2
-FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe_lite"]
+FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3"]
 QUICK = {name: MOE_LAYOUTS_OF_2[name] for name in ("tp2_sp_etp2", "pp2", "ep2")}
 TEMPERATURE, WEIGHT = 0.7, 0.3
 
@@ -140,9 +140,14 @@ def test_mtp_layers_have_the_loss_and_the_gradient_of_transformers_layers(tmp_pa
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         # By these transformers finds the layers in the checkpoint; its own list has those of the released models.
         model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\.", r"model\.layers\.5\."]
-        if path.name == "glm4_moe_lite":
-            # Its config in transformers knows neither how many there are nor of which kind.
+        if path.name in ("glm4_moe_lite", "hy_v3"):
+            # Their configs in transformers know neither how many there are nor of which kind.
             model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = LAYERS, ["sparse"] * LAYERS
+        if path.name == "hy_v3":
+            # Nor does transformers know what these layers of Hy3 call their last norm.
+            tensors = load_file(path / "model.safetensors")
+            named = {name.replace("final_layernorm", "shared_head.norm"): value for name, value in tensors.items()}
+            save_file(named, path / "model.safetensors", metadata={"format": "pt"})
         mtp = MtpModel.from_pretrained(model).float()
         assert len(mtp.layers) == LAYERS
         expected = expected_loss(model, mtp, sequences())

@@ -21,7 +21,15 @@ QUICK = [
     "tiny_moe/sft.yaml",
 ]
 QWEN = str(RECIPES / QUICK[0])
-LARGER_GPUS = {"kimi_k2": 179, "deepseek_v3_gspo_h100": 80, "deepseek_v3_gspo": 140, "glm_4_5_gspo": 140}
+LARGER_GPUS = {
+    "kimi_k2": 179,
+    "deepseek_v3_gspo_h100": 80,
+    "deepseek_v3_gspo": 140,
+    "glm_4_5_gspo": 140,
+    "hy3": 140,
+    "deepseek_v32_gspo": 140,
+    "glm_5_gspo": 140,
+}
 """GiB of a B200 and of an H200, for recipes that say that they are for one; the first name that a file begins with."""
 PARTS = {"weights", "gradients", "optimizer", "activations", "logits", "resync", "engine_weights", "kv_cache"}
 

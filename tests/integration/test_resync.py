@@ -56,6 +56,8 @@ def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncRe
         pytest.param("glm4_moe", Precision.bf16, marks=pytest.mark.full),
         pytest.param("deepseek_v3", Precision.fp32, marks=pytest.mark.full),
         pytest.param("glm4_moe_lite", Precision.fp32, marks=pytest.mark.full),
+        pytest.param("glm_moe_dsa", Precision.fp32, marks=pytest.mark.full),
+        pytest.param("hy_v3", Precision.fp32, marks=pytest.mark.full),
         pytest.param("minimax_m2", Precision.fp32, marks=pytest.mark.full),
         pytest.param("minimax_m2", Precision.bf16, marks=pytest.mark.full),
         pytest.param("gpt_oss", Precision.fp32, marks=pytest.mark.full),

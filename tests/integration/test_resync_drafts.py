@@ -83,6 +83,8 @@ def held_by_drafts(name: str, layers: int) -> bool:
         ("deepseek_v3", 2, 1),
         ("glm4_moe", 2, 2),
         pytest.param("glm4_moe_lite", 2, 2, marks=pytest.mark.full),
+        pytest.param("glm_moe_dsa", 2, 2, marks=pytest.mark.full),
+        pytest.param("hy_v3", 2, 2, marks=pytest.mark.full),
         ("qwen3_next", 4, 1),
     ],
 )
@@ -96,10 +98,7 @@ def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, 
     ]
     drafted = [name for name in checkpoints[0] if held_by_drafts(name, layers)]
     expected = [
-        {
-            name: fingerprint(tensors[name] if "correction_bias" in name else tensors[name].bfloat16())
-            for name in drafted
-        }
+        {name: fingerprint(tensors[name] if name.endswith("_bias") else tensors[name].bfloat16()) for name in drafted}
         for tensors in checkpoints
     ]
     rollout = RolloutConfig(

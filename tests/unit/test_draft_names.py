@@ -13,6 +13,7 @@ MIXTURE = ["experts.w13_weight", "experts.w2_weight", "gate.weight"]
 SIGMOID = [*MIXTURE, "gate.e_score_correction_bias", "shared_experts.gate_up_proj.weight"]
 SIGMOID += ["shared_experts.down_proj.weight"]
 SOFTMAX = [*MIXTURE, "shared_expert_gate.weight", "shared_expert.gate_up_proj.weight", "shared_expert.down_proj.weight"]
+HUNYUAN = [*MIXTURE, "expert_bias", "shared_mlp.gate_up_proj.weight", "shared_mlp.down_proj.weight"]
 NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
 LATENT = ["fused_qkv_a_proj_with_mqa", "q_a_layernorm", "q_b_proj", "kv_b_proj", "o_proj", "kv_a_layernorm"]
 AROUND = ["model.enorm.weight", "model.hnorm.weight", "model.eh_proj.weight", "model.shared_head.norm.weight"]
@@ -24,7 +25,10 @@ def of_layer(layer: str, attention: list[str], mixture: list[str]) -> list[str]:
 
 
 LATENT_NAMES = [f"model.decoder.self_attn.{name}.weight" for name in LATENT]
+INDEXER = ("wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
+INDEXER_NAMES = [f"model.decoder.self_attn.indexer.{name}" for name in INDEXER]
 GROUPED = ["qkv_proj.weight", "qkv_proj.bias", "o_proj.weight", "q_norm.weight", "k_norm.weight"]
+UNBIASED_NAMES = [f"model.decoder.self_attn.{name}" for name in GROUPED if not name.endswith("bias")]
 GROUPED_NAMES = [f"model.decoder.self_attn.{name}" for name in GROUPED]
 GATED_NAMES = [f"model.layers.0.{name}.weight" for name in ("qkv_proj", "o_proj", "q_norm", "k_norm")]
 OUTSIDE = ["fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "model.norm.weight"]
@@ -33,6 +37,11 @@ PARAMETERS = {
     "DeepseekV3ForCausalLMNextN": ("deepseek_v3", [*AROUND, *of_layer("model.decoder", LATENT_NAMES, SIGMOID)]),
     "Glm4MoeForCausalLMNextN": ("glm4_moe", [*AROUND, *of_layer("model.decoder", GROUPED_NAMES, SIGMOID)]),
     "Glm4MoeLiteForCausalLMNextN": ("glm4_moe_lite", [*AROUND, *of_layer("model.decoder", LATENT_NAMES, SIGMOID)]),
+    "GlmMoeDsaForCausalLMNextN": (
+        "glm_moe_dsa",
+        [*AROUND, *of_layer("model.decoder", [*LATENT_NAMES, *INDEXER_NAMES], SIGMOID)],
+    ),
+    "HYV3ForCausalLMNextN": ("hy_v3", [*AROUND, *of_layer("model.decoder", UNBIASED_NAMES, HUNYUAN)]),
     "Qwen3NextForCausalLMMTP": ("qwen3_next", [*OUTSIDE, *of_layer("model.layers.0", GATED_NAMES, SOFTMAX)]),
 }
 """Family, and parameters of the model's one layer, in srt/models of SGLang."""

@@ -36,6 +36,11 @@ TINY_MOE = {
 
 
 ON_DISK = {
+    "hy_v3": [
+        ("mlp.gate.weight", "mlp.router.gate.weight"),
+        ("mlp.e_score_correction_bias", "mlp.expert_bias"),
+        (".shared_experts.", ".shared_mlp."),
+    ],
     "minimax_m2": [(".mlp.", ".block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")],
 }
 """model_type -> (part of a name in memory, on disk), as transformers' conversion_mapping.py has them."""
@@ -88,7 +93,7 @@ def test_every_parameter_of_the_published_model_is_covered_exactly_once(name):
 
 
 def is_float32(name: str) -> bool:
-    return name.endswith(("e_score_correction_bias", "block_sparse_moe.gate.weight"))
+    return name.endswith(("e_score_correction_bias", "expert_bias", "block_sparse_moe.gate.weight"))
 
 
 MTP_TENSORS = {

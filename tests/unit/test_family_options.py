@@ -42,7 +42,8 @@ def test_every_published_config_has_its_size_and_fields_that_transformers_knows(
             del kept["full_attention_interval"]
         assert kept == {key: getattr(read, key) for key in kept}, name
         written = read.to_dict()
-        assert rope_theta(written) == rope_theta(hf_config) == hf_config["rope_theta"]
+        given = hf_config.get("rope_parameters", hf_config)["rope_theta"]
+        assert rope_theta(written) == rope_theta(hf_config) == given
         assert rope_scaling(written) == rope_scaling(hf_config)
         default = {"glm4_moe": 0.5, "qwen3_next": 0.25}.get(hf_config["model_type"], 1.0)
         assert partial_rotary_factor(written, default) == partial_rotary_factor(hf_config, default)
@@ -118,7 +119,7 @@ def test_a_minimax_m2_says_what_sglang_would_leave_out():
     own = {name: value for name, value in released.items() if name not in needed} | {"partial_rotary_factor": 0.5}
     saved = AutoConfig.for_model(**own).to_dict()
     assert family.unserved(saved) == (
-        "SGLang takes other values than a minimax_m2's. "
+        "SGLang takes other values than those of this minimax_m2. "
         'Set "use_qk_norm": true, "use_routing_bias": true, "scoring_func": "sigmoid", "rotary_dim": 64 '
         "in config.json too."
     )
@@ -131,6 +132,25 @@ def test_a_minimax_m2_says_what_sglang_would_leave_out():
     for name, value in refused.items():
         with pytest.raises(ValueError, match=re.escape(f"not supported for minimax_m2: {name}: {value!r}")):
             family.megatron_config({**released, name: value})
+
+
+def test_a_hy_v3_says_what_sglang_would_leave_out():
+    released = {**published_config("Hy3"), "num_hidden_layers": 4}
+    family = family_of(released)
+    assert family.unserved(released) is None
+    needed = {"qk_norm": True, "route_norm": True, "first_k_dense_replace": 2}
+    kinds = ["dense", "dense", "sparse", "sparse"]
+    own = {name: value for name, value in released.items() if name not in needed} | {"mlp_layer_types": kinds}
+    saved = AutoConfig.for_model(**own).to_dict()
+    assert family.unserved(saved) == (
+        'SGLang takes other values than those of this hy_v3. Set "qk_norm": true, "route_norm": true, '
+        '"first_k_dense_replace": 2 in config.json too.'
+    )
+    assert family.unserved({**saved, **needed}) is None
+    assert family.megatron_config(saved).transformer["moe_layer_freq"] == [0, 0, 1, 1]
+    for name in ("qk_norm", "route_norm"):
+        with pytest.raises(ValueError, match=f"not supported for hy_v3: {name}: false"):
+            family.megatron_config({**released, name: False})
 
 
 def test_a_glm4_moe_lite_says_how_many_layers_are_dense_where_sglang_reads_it():

@@ -61,9 +61,9 @@ def counted(name: str) -> tuple[ModelParameters, float]:
     return found, config["vocab_size"] * config["hidden_size"] / 1e9
 
 
-WITHOUT_EMBEDDING = {"DeepSeek-V3", "Kimi-K2", "gpt-oss-20b", "gpt-oss-120b"}
+WITHOUT_EMBEDDING = {"DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2", "gpt-oss-20b", "gpt-oss-120b"}
 """Their authors' active parameters leave out the embedding, in which a token is looked up."""
-WITHOUT_EMBEDDING_AND_HEAD = {"GLM-4.5", "GLM-4.5-Air", "GLM-4.7-Flash", "MiniMax-M2", "Qwen3-Next-80B-A3B"}
+WITHOUT_EMBEDDING_AND_HEAD = {"GLM-4.5", "GLM-4.5-Air", "GLM-4.7-Flash", "GLM-5", "MiniMax-M2", "Qwen3-Next-80B-A3B"}
 """Theirs leave out the head too."""
 
 CUT_TO_A_TENTH = {"Qwen3-30B-A3B"}
@@ -71,8 +71,12 @@ CUT_TO_A_TENTH = {"Qwen3-30B-A3B"}
 ROUNDED_TO_A_BILLION = {
     # 36.63B, published as 37B, 1.02% apart; as 36.7B in its README_WEIGHTS.md, see the next test.
     "DeepSeek-V3",
+    # 37.48B, published as 37B, 1.3% apart.
+    "DeepSeek-V3.2",
     # 3.26B, published as 3B, 8.7% apart; 3.90B with embedding and head.
     "GLM-4.7-Flash",
+    # 20.68B, published as 21B, 1.5% apart.
+    "Hy3",
     # 9.80B, published as 10B, 2% apart.
     "MiniMax-M2",
     # 12.18B, published as 12B, 1.5% apart, and nowhere closer.

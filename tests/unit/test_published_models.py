@@ -56,6 +56,7 @@ COUNTED = {
     "DeepSeek-V3": 91_991,
     "Kimi-K2": 139_644,
     "GLM-4.7-Flash": 9_703,
+    "Hy3": 47_138,
     "Moonlight-16B-A3B": 5_317 + 27,
     "Llama-3-8B": 291,
 }

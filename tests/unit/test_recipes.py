@@ -32,6 +32,9 @@ LARGE = {
     "glm4_moe/glm_4_5_air": "GLM-4.5-Air",
     "glm4_moe/glm_4_5": "GLM-4.5",
     "glm4_moe_lite/glm_4_7_flash": "GLM-4.7-Flash",
+    "deepseek_v32/deepseek_v32": "DeepSeek-V3.2",
+    "glm_moe_dsa/glm_5": "GLM-5",
+    "hy_v3/hy3": "Hy3",
     "minimax_m2/minimax_m2": "MiniMax-M2",
     "gpt_oss/gpt_oss_20b": "gpt-oss-20b",
     "gpt_oss/gpt_oss_120b": "gpt-oss-120b",
@@ -51,7 +54,7 @@ def test_a_recipe_is_refused_by_no_rule(name):
     evaluated = {f"data.eval.{name}" for name in ("heldout", "aime_2024", "aime_2025", "gsm8k_test")}
     if name in REAL:
         evaluated |= {f"data.{part}.{task}" for part in ("eval", "more") for task in ("chain_sum", "products", "gcd")}
-    known = {"data.train", "data.more.deepscaler", *evaluated, "trainer.fp8"}
+    known = {"data.train", "data.more.deepscaler", *evaluated, "trainer.fp8", "trainer.megatron.dsa_kernel_backend"}
     assert {note.key for note in planned.notes} <= known
     assert ("trainer.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
 

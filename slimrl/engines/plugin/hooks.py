@@ -19,6 +19,7 @@ from typing import Any
 Hook = tuple[str, str, Callable[..., Any]]
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_SPARSE = "sglang.srt.configs.model_config.is_deepseek_dsa"
 _LATENT = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _FROM_DISK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -35,6 +36,7 @@ _SOCKET = "zmq.sugar.socket.Socket"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
 _GLM_DRAFT = "sglang.srt.models.glm4_moe_lite_nextn.Glm4MoeLiteForCausalLMNextN"
+_HY_DRAFT = "sglang.srt.models.hunyuan_v3_nextn.HYV3ForCausalLMNextN"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _NORM = "sglang.srt.layers.layernorm.RMSNorm"
 _ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
@@ -125,6 +127,7 @@ def hooks() -> list[Hook]:
         attention_data_parallel,
         batched_attention,
         batched_experts,
+        draft_embedding,
         gates,
         head_padding,
         heads_norm,
@@ -133,6 +136,7 @@ def hooks() -> list[Hook]:
         packed_linear,
         seeded_sampling,
         sinks,
+        sparse_attention,
     )
 
     return [
@@ -148,10 +152,13 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}.forward_extend", "around", sinks.around_forward),
         (f"{_GPT_OSS}Attention.__init__", "after", sinks.after_init),
         (_MODEL_ADJUSTMENTS, "around", sinks.around_adjustments),
+        (_SPARSE, "replace", sparse_attention.is_deepseek_dsa),
+        (f"{_LATENT}.__init__", "after", sparse_attention.after_init),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "around", latent_attention.around_rope),
         ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", batched_experts.around_forward),
         (f"{_MINIMAX_NORMS}.forward", "replace", heads_norm.forward),
+        (f"{_HY_DRAFT}.set_embed_and_head", "replace", draft_embedding.set_embed_and_head),
         (f"{_NORM}.forward_native", "around", native_layers.around_rms_norm),
         (f"{_ROTARY}.forward_native", "around", native_layers.around_rotary),
         (f"{_LINEAR}.apply", "around", packed_linear.around_apply),

@@ -4,6 +4,7 @@ The first `first_k_dense_replace` layers, or those that `mlp_layer_types` calls 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from slimrl.config.hf_config import num_dense_layers
@@ -25,6 +26,22 @@ from slimrl.models.weight_map import Rule, WeightMap
 
 SCORED_EXPERTS_PER_GROUP = 2
 """A group's score is the sum of its best two experts' scores; Megatron sums the best top-k / chosen groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeNames:
+    """What Hugging Face calls the parts of a layer, where models differ."""
+
+    router: str = "mlp.gate.weight"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+    mtp_norm: str = "shared_head.norm"
+    """The last norm of a layer for multi-token prediction"""
+    mtp_copies: bool = True
+    """Whether such a layer repeats the embedding and the output layer"""
+
+
+DEEPSEEK = MoeNames()
 
 
 def moe_config(hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +74,7 @@ def moe_weight_map(
     padded_vocab_size: int | None,
     attention_rules: Callable[[LayerPrefix], list[Rule]],
     *,
+    names: MoeNames = DEEPSEEK,
     mtp: bool,
 ) -> WeightMap:
     """All weights of such a model.
@@ -66,29 +84,33 @@ def moe_weight_map(
         mtp: with the layers for multi-token prediction.
     """
     layers, num_dense = all_layers(hf_config), _dense_layers(hf_config)
+    copies = mtp and names.mtp_copies
 
     def attention(prefix: LayerPrefix) -> list[Rule]:
         return [*attention_rules(prefix), mlp_norm_rule(hf_config, prefix)]
 
+    def whole_layer(prefix: LayerPrefix) -> list[Rule]:
+        return attention(prefix) + _moe_rules(hf_config, prefix, names)
+
     return WeightMap(
         [
-            embedding_rule(hf_config, padded_vocab_size, embedding_copies(hf_config) if mtp else ()),
+            embedding_rule(hf_config, padded_vocab_size, embedding_copies(hf_config) if copies else ()),
             *attention(decoder(layers)),
             *mlp_rules(hf_config, decoder(layers[:num_dense])),
-            *_moe_rules(hf_config, decoder(layers[num_dense:])),
-            *head_rules(hf_config, padded_vocab_size, head_copies(hf_config) if mtp else ()),
-            *(mtp_rules(hf_config, lambda prefix: attention(prefix) + _moe_rules(hf_config, prefix)) if mtp else ()),
+            *_moe_rules(hf_config, decoder(layers[num_dense:]), names),
+            *head_rules(hf_config, padded_vocab_size, head_copies(hf_config) if copies else ()),
+            *(mtp_rules(hf_config, whole_layer, final_norm=names.mtp_norm) if mtp else ()),
         ]
     )
 
 
-def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix) -> list[Rule]:
+def _moe_rules(hf_config: dict[str, Any], prefix: LayerPrefix, names: MoeNames) -> list[Rule]:
     """Router with its bias, shared experts and routed experts."""
     hidden, wide = required(hf_config, "hidden_size"), required(hf_config, "moe_intermediate_size")
     experts = _num_experts(hf_config)
     return [
-        *router_rules(hidden, experts, prefix, bias="mlp.gate.e_score_correction_bias"),
-        *shared_expert_rules(hidden, _shared_width(hf_config), prefix),
+        *router_rules(hidden, experts, prefix, hf_name=names.router, bias=names.bias),
+        *shared_expert_rules(hidden, _shared_width(hf_config), prefix, hf_name=names.shared),
         *expert_rules(hidden, wide, experts, prefix),
     ]
 

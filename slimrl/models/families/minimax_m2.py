@@ -4,7 +4,6 @@ Queries are normalised over all heads together, and keys too. Experts have the n
 layers for multi-token prediction, though config.json tells of some.
 """
 
-import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from slimrl.models.families.rules import (
     mlp_norm_rule,
     router_rules,
 )
+from slimrl.models.families.served_keys import unserved_without
 from slimrl.models.hf_config import head_dim, partial_rotary_factor, required
 from slimrl.models.megatron_config import MegatronModelConfig, grouped_query_config
 from slimrl.models.weight_map import WeightMap
@@ -73,11 +73,8 @@ def unserved(hf_config: dict[str, Any]) -> str | None:
 
     SGLang (srt/models/minimax_m2.py) knows the keys of released configs, some of which transformers 5 does not save.
     """
-    needed = {**SGLANG_NEEDS, "rotary_dim": round(head_dim(hf_config) * partial_rotary_factor(hf_config))}
-    missing = {name: value for name, value in needed.items() if hf_config.get(name) != value}
-    if not missing:
-        return None
-    return f"SGLang takes other values than a minimax_m2's. Set {json.dumps(missing)[1:-1]} in config.json too."
+    rotated = round(head_dim(hf_config) * partial_rotary_factor(hf_config))
+    return unserved_without(hf_config, {**SGLANG_NEEDS, "rotary_dim": rotated})
 
 
 def _num_experts(hf_config: dict[str, Any]) -> int:

@@ -48,13 +48,20 @@ def head_copies(hf_config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{prefix}shared_head.head.weight" for prefix in _hf_prefixes(hf_config))
 
 
-def mtp_rules(hf_config: dict[str, Any], layer_rules: Callable[[LayerPrefix], list[Rule]]) -> list[Rule]:
-    """Rules of all layers for multi-token prediction; `layer_rules` gives those of one of the model's own layers."""
+def mtp_rules(
+    hf_config: dict[str, Any], layer_rules: Callable[[LayerPrefix], list[Rule]], *, final_norm: str
+) -> list[Rule]:
+    """Rules of all layers for multi-token prediction.
+
+    Args:
+        layer_rules: gives those of one of the model's own layers.
+        final_norm: what Hugging Face calls the last norm of each.
+    """
     hidden = required(hf_config, "hidden_size")
     rules: list[Rule] = []
     for index, hf in enumerate(_hf_prefixes(hf_config)):
         names = {name: hf + name for name in ("enorm", "hnorm", "eh_proj")}
-        names["final_layernorm"] = hf + "shared_head.norm"
+        names["final_layernorm"] = hf + final_norm
         rules += mtp_layer_rules(hidden, index, names, layer_rules, layer_prefix=hf)
     return rules
 

@@ -19,6 +19,7 @@ from slimrl.models.hf_config import read_hf_config
 from slimrl.models.offline_recipe import model_violations, transformer_engine_violations
 from slimrl.resync.buckets import too_small
 from slimrl.rollout.task.engine_format import engine_transform
+from slimrl.runtime.checks.sparse_attention_check import sparse_attention_problems
 
 STATE_CACHE: dict[str, tuple[Any, ...]] = {
     "mamba_radix_cache_strategy": ("no_buffer", "auto"),
@@ -54,9 +55,16 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
         problems += _speculation_problems(loaded, mtp_layers=layers, devices=devices)
         if wrong := family_of(hf_config).unserved(hf_config):
             problems.append(loaded.problem("model.path", wrong))
+        groups, shared = loaded.recipe.rollout.engine_attention_dp, family_of(hf_config).attention_groups
+        if groups > 1 and not shared:
+            text = (
+                f"{groups}: SGLang shards attention of a {hf_config['model_type']} over all ranks of an engine. Use 1."
+            )
+            problems.append(loaded.problem("rollout.engine_attention_dp", text))
     if family_of(hf_config).linear_attention:
         problems += _delta_net_problems(loaded)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
+    problems += sparse_attention_problems(loaded, hf_config, devices=devices)
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
     if trains(loaded.command):
