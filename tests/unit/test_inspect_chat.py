@@ -19,7 +19,7 @@ TINY = RECIPES / "tiny_moe" / "gspo_calculator.yaml"
 CALCULATOR = "agent.tools=[slimrl.agent.calculator:calculator]"
 
 KIND_OF_MODEL = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "glm4_moe": "glm45", "glm4_moe_lite": "glm47",
-                 "deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2",
+                 "deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2", "gpt_oss": "gpt_oss",
                  "qwen3_next": "qwen3_instruct"}  # fmt: skip
 """`model_type` -> the template that its recipe's model has."""
 
