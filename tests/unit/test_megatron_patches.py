@@ -582,7 +582,9 @@ def test_attention_of_a_cpu_in_bfloat16_is_that_of_float32_rounded_once():
     from megatron_patches.core_attention import CoreAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    attention = CoreAttention(config, 1, None, "self", k_channels=8, pg_collection=SimpleNamespace(tp=one_rank(), cp=one_rank()))
+    attention = CoreAttention(
+        config, 1, None, "self", k_channels=8, pg_collection=SimpleNamespace(tp=one_rank(), cp=one_rank())
+    )
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(40, heads, 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 33, 40]), cu_seqlens_q_padded=None)

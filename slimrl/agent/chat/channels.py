@@ -2,8 +2,8 @@
 
 The header of a turn is `<|start|>assistant`. Then come `<|channel|>NAME<|message|>TEXT`, each but the last closed by
 `<|end|>` and followed by another header. Channel `analysis` is thinking, `final` the answer, `commentary` words to the
-user, or a call if its header has `to=`. The model ends its answer with `<|return|>`, for which templates write `<|end|>`
-in turns that are over.
+user, or a call if its header has `to=`. The model ends its answer with `<|return|>`, for which templates write
+`<|end|>` in turns that are over.
 """
 
 from slimrl.agent.chat.thinking import Thought
