@@ -109,6 +109,7 @@ class Model:
 _QWEN = {"model_type": "qwen3_moe", "tokens": _QWEN_TOKENS, "stops": ("<|im_end|>", "<|endoftext|>"),
          "parser": "qwen25", "calls": "json"}  # fmt: skip
 _QWEN2 = {**_QWEN, "model_type": "qwen2"}
+_QWEN35 = {**_QWEN, "model_type": "qwen3_5_moe_text", "parser": "qwen3_coder", "calls": "qwen3_coder"}
 _THINKS = {"thought": "<think>\n{}\n</think>\n\n"}
 _IN_HEADER = {"thought": "{}\n</think>\n\n"}
 _GLM = {"model_type": "glm4_moe", "tokens": _GLM_TOKENS, "stops": ("<|endoftext|>", "<|user|>", "<|observation|>"),
@@ -138,6 +139,11 @@ MODELS = {
     "qwen3_coder": Model(
         like="Qwen3-Coder", file="qwen3_coder.jinja", **{**_QWEN, "parser": "qwen3_coder", "calls": "qwen3_coder"}
     ),
+    "qwen35": Model(like="Qwen3.5, thinking", file="qwen35.jinja", **_IN_HEADER, **_QWEN35),
+    "qwen35_no_think": Model(
+        like="Qwen3.5, enable_thinking=false", file="qwen35.jinja", kwargs=_NO_THINKING, **_QWEN35
+    ),
+    "qwen36": Model(like="Qwen3.6, thinking", file="qwen36.jinja", **_IN_HEADER, **_QWEN35),
     "glm45": Model(like="GLM-4.5, thinking", file="glm45.jinja", thought="\n<think>{}</think>", **_GLM),
     "glm45_no_think": Model(like="GLM-4.5, enable_thinking=false", file="glm45.jinja", kwargs=_NO_THINKING, **_GLM),
     "glm46": Model(like="GLM-4.6, thinking", file="glm46.jinja", thought="\n<think>{}</think>", **_GLM),
@@ -181,6 +187,10 @@ MODELS = {
     "llama32": Model(like="Llama-3.2-Instruct", file="llama32.jinja", **_LLAMA_CALLS),
     "smollm2": Model(
         like="SmolLM2-Instruct", file="smollm2.jinja", model_type="llama", tokens=_QWEN25_TOKENS, stops=("<|im_end|>",)
+    ),
+    "olmoe": Model(
+        like="OLMoE-Instruct", file="olmoe.jinja", model_type="olmoe", tokens=("<|endoftext|>",) * 2,
+        stops=("<|endoftext|>",),
     ),
     "hermes3": Model(
         like="Hermes-3-Llama-3.1", file="hermes3.jinja", model_type="llama", tokens=_HERMES_TOKENS,

@@ -28,6 +28,7 @@ PUBLISHED_SIZES = {
     "Llama-3.2-3B": PublishedSize(3.21, 3.21),
     "MiniMax-M2": PublishedSize(230, 10),
     "Moonlight-16B-A3B": PublishedSize(16, 3),
+    "OLMoE-1B-7B-0924": PublishedSize(6.9, 1.3),
     "Qwen2.5-0.5B": PublishedSize(0.49, 0.49),
     "Qwen2.5-7B": PublishedSize(7.61, 7.61),
     "Qwen3-0.6B": PublishedSize(0.6, 0.6),
@@ -39,5 +40,7 @@ PUBLISHED_SIZES = {
     "Qwen3-4B": PublishedSize(4.0, 4.0),
     "Qwen3-8B": PublishedSize(8.2, 8.2),
     "Qwen3-Next-80B-A3B": PublishedSize(80, 3),
+    "Qwen3.5-27B": PublishedSize(27, 27),
+    "Qwen3.5-35B-A3B": PublishedSize(35, 3),
 }
 """By the names of their configs in `slimrl/models/hf_configs`."""

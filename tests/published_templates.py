@@ -40,7 +40,7 @@ _HERMES_TOOLS = (
      r' </tools>To call one, write\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|im_end|>\n'),
 )  # fmt: skip
 _CODER_TOOLS = (
-    (r"# Tools\n\nYou have access to the following tools:\n\n<tools>", _TOLD),
+    (r"# Tools\n\nYou have access to the following (?:tools|functions):\n\n<tools>", _TOLD),
     (r"</tools>\n\nIf you choose.*?</IMPORTANT>",
      r"</tools>\nTo call one, write\n<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
      r"</tool_call>"),
@@ -156,6 +156,7 @@ class Conversations:
     def _variables(self) -> dict[str, Any]:
         choices: dict[str, tuple[Any, ...]] = {
             "enable_thinking": (True, False), "thinking": (True, False), "clear_thinking": (True, False),
+            "preserve_thinking": (True, False),
             "date_string": ("1 May 2025",), "tools_in_user_message": (True, False),
         }  # fmt: skip
         return {name: self.random.choice(values) for name, values in choices.items() if self.random.random() < 0.3}

@@ -45,6 +45,8 @@ class Shard:
     replicas: int = 1
     """Ranks that hold the same part"""
     fused: bool = True
+    other_module: str = ""
+    """The module's name in other families, if it has another there"""
 
     @property
     def per_rank(self) -> int:
@@ -111,7 +113,11 @@ def _split_tiles(hf_config: dict[str, Any], tp: int, ep: int, dp: int) -> list[S
 
 def _is_fp8(shard: Shard, plain: list[str]) -> bool:
     """Whether any of the layers has this module in FP8; a name in `plain` matches whole parts of a module's path."""
-    return any(not any(f".{name}." in f".layers.{layer}.{shard.module}." for name in plain) for layer in shard.layers)
+    modules = [name for name in (shard.module, shard.other_module) if name]
+    return any(
+        not any(f".{name}." in f".layers.{layer}.{module}." for name in plain for module in modules)
+        for layer in shard.layers
+    )
 
 
 def _shards(hf_config: dict[str, Any], *, attention_ranks: int, ranks: int, expert_ranks: int) -> Iterator[Shard]:
@@ -151,7 +157,12 @@ def _attention(hf_config: dict[str, Any], layers: range, tp: int) -> Iterator[Sh
     )
     for kind in ("key", "value"):
         size = first_of(hf_config, f"linear_num_{kind}_heads") * first_of(hf_config, f"linear_{kind}_head_dim")
-        yield shard(noun=f"rows of linear attention's {kind}s", module="linear_attn.in_proj_qkvz", size=size)
+        yield shard(
+            noun=f"rows of linear attention's {kind}s",
+            module="linear_attn.in_proj_qkvz",
+            other_module="linear_attn.in_proj_qkv",
+            size=size,
+        )
 
 
 def _smaller_tp(hf_config: dict[str, Any], tp: int, ep: int, dp: int) -> list[int]:

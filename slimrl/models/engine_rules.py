@@ -91,6 +91,16 @@ def unfused(**fields: Any) -> Callable[[re.Match[str], EngineShape], list[Engine
     return lambda match, shape: [EngineSlice(hf_name=match.group(), **fields)]
 
 
+def _norm_over_heads(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """Each rank holds the part of its own heads."""
+    replicas = 1 if match[1] == "q" else max(1, shape.attention_ranks // shape.num_kv_heads)
+    return [EngineSlice(hf_name=match.group(), shard_dim=0, replicas=replicas)]
+
+
+NORM_OVER_HEADS = EngineRule(pattern=r".+\.self_attn\.([qk])_norm\.weight", slices=_norm_over_heads, attention=True)
+"""For families whose queries are normalised over all heads together, and keys too."""
+
+
 def _vocabulary(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
     return [EngineSlice(hf_name=match.group(), shard_dim=0, size=shape.vocab_size)]
 

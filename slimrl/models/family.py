@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slimrl.data.model_weights import TensorSpec
+from slimrl.models.engine_rules import NORM_OVER_HEADS
 from slimrl.models.engine_slice import EngineRule
 from slimrl.models.families import (
     deepseek_v3,
     deepseek_v32,
+    delta_nets,
     glm4_moe,
     glm4_moe_lite,
     glm_moe_dsa,
@@ -16,8 +18,10 @@ from slimrl.models.families import (
     hy_v3,
     llama,
     minimax_m2,
+    olmoe,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
 )
@@ -48,7 +52,7 @@ class Family:
     linear_attention: bool = False
     """Whether it has gated delta nets. Training on a GPU needs the package fla."""
     attention_groups: bool = True
-    """Whether ranks of an engine of SGLang can share out requests (rollout.engine_attention_dp)."""
+    """Whether ranks of an engine of SGLang can share out requests (`rollout.engine_attention_dp`)."""
     unserved: Callable[[dict[str, Any]], str | None] = lambda hf_config: None
     """Function that says why SGLang would serve another model than a config describes, or None if it would not."""
     draft: DraftModel | None = None
@@ -56,8 +60,8 @@ class Family:
     engine_rules: tuple[EngineRule, ...] = ()
     """What parameters of SGLang's model hold, where the rules that families share do not say it or are wrong."""
     call_parsers: tuple[str, ...]
-    """SGLang's parsers of the calls that its models write. A model's is the first that reads what its chat template
-    writes."""
+    """SGLang's parsers of the calls that its models write, none if their chat template writes none. A model's is the
+    first that reads what its chat template writes."""
 
     @property
     def has_mtp(self) -> bool:
@@ -153,14 +157,36 @@ FAMILIES = (
         call_parsers=("glm47",),
     ),
     Family(
+        name="olmoe",
+        model_types=("olmoe",),
+        module=olmoe,
+        attention_groups=False,
+        unserved=olmoe.unserved,
+        engine_rules=(NORM_OVER_HEADS,),
+        call_parsers=(),
+    ),
+    Family(
         name="qwen3_next",
         model_types=("qwen3_next",),
         module=qwen3_next,
-        draft=DraftModel(model_class="Qwen3NextForCausalLMMTP", layer_name=qwen3_next.draft_layer_name),
+        draft=DraftModel(model_class="Qwen3NextForCausalLMMTP", layer_name=delta_nets.draft_layer_name),
         linear_attention=True,
         unserved=qwen3_next.unserved,
         engine_rules=qwen3_next.ENGINE_RULES,
         call_parsers=("qwen25", "qwen3_coder"),
+    ),
+    *(
+        Family(
+            name=name,
+            model_types=(model_type,),
+            module=qwen3_5,
+            draft=DraftModel(model_class="Qwen3_5ForCausalLMMTP", layer_name=delta_nets.draft_layer_name),
+            linear_attention=True,
+            unserved=qwen3_5.unserved,
+            engine_rules=qwen3_5.ENGINE_RULES,
+            call_parsers=("qwen3_coder", "qwen25"),
+        )
+        for name, model_type in (("qwen3_5", qwen3_5.DENSE), ("qwen3_5_moe", qwen3_5.WITH_EXPERTS))
     ),
 )
 

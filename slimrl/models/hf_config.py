@@ -21,9 +21,10 @@ PLAIN_SUFFIX = "-BF16"
 OF_SAME_SIZES = {
     **dict.fromkeys(("DeepSeek-R1", "DeepSeek-V3-0324", "DeepSeek-V3.1"), "DeepSeek-V3"),
     **dict.fromkeys(("MiniMax-M2.1", "MiniMax-M2.5", "MiniMax-M2.7"), "MiniMax-M2"),
+    **{f"OLMoE-1B-7B-{name}": "OLMoE-1B-7B-0924" for name in ("0924-Instruct", "0125", "0125-Instruct")},
 }
 """Published model -> the one whose config and tensors it has. V3.1's scales of FP8 are powers of two, which no size
-depends on; M2.7's context is longer, 204,800 tokens for 196,608."""
+depends on; M2.7's context is longer, 204,800 tokens for 196,608. OLMoE's 0125 is stored in float32."""
 
 SCALE_SUFFIX = "_scale_inv"
 """Suffix that makes the name of the scales from that of a tensor in block FP8."""

@@ -10,11 +10,17 @@ Shape suffixes: G query groups or key heads, Q query heads per group, D head dim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from slimrl.models.weight_map import HfTensor
+
+DELTA_NET_PARTS = (".query", ".key", ".value", ".z", ".beta", ".alpha")
+"""Names of the parts of a gated delta net's tensors in megatron-core's checkpoints"""
 
 
 class LayoutOp(Protocol):
@@ -33,6 +39,11 @@ class LayoutOp(Protocol):
         """
         ...
 
+    def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
+        """The parts that megatron-core's checkpoints store by themselves: suffix of the Megatron tensor's name -> rows
+        of the whole part, in the order in which they lie in the Megatron tensor."""
+        ...
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -47,6 +58,9 @@ class Identity:
 
     def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
         return (weight[None] if weight.ndim else weight.view(1, 1),)
+
+    def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
+        return _one_part(tensors)
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,9 @@ class GateUp:
     def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
         return weight.unflatten(0, (2, 1, -1)).unbind()
 
+    def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
+        return dict(zip(("_w", "_v"), _rows(tensors), strict=True))
+
 
 @dataclass(frozen=True)
 class InterleavedGateUp:
@@ -80,6 +97,9 @@ class InterleavedGateUp:
 
     def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
         return (weight.unflatten(0, (2, -1)).transpose(0, 1).contiguous(),)
+
+    def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
+        return dict.fromkeys(("_w", "_v"), sum(_rows(tensors)) // 2)
 
 
 @dataclass(frozen=True)
@@ -115,6 +135,9 @@ class GroupedQKV:
         if self.gated:
             query = query.unflatten(1, (2, self.queries_per_group, self.head_dim)).transpose(1, 2).flatten(1, 3)
         return query, key, value
+
+    def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
+        return _one_part(tensors)
 
     @property
     def _query_rows(self) -> int:
@@ -154,8 +177,48 @@ class DeltaNetInput:
         parts = [part.unflatten(0, (heads, -1)) for part in weight.split([heads * size for size in rows])]
         return torch.cat(parts[:4], dim=1), torch.cat(parts[4:], dim=1)
 
+    def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
+        sizes = [size for of_tensor in self.rows for size in of_tensor]
+        heads = sum(_rows(tensors)) // sum(sizes)
+        return {part: heads * size for part, size in zip(DELTA_NET_PARTS, sizes, strict=True)}
+
     @property
     def rows(self) -> tuple[list[int], list[int]]:
         """Rows of one key head by part, for each of the two Hugging Face tensors."""
         values = self.values_per_key * self.value_dim
         return [self.key_dim, self.key_dim, values, values], [self.values_per_key] * 2
+
+
+@dataclass(frozen=True)
+class DeltaNetParts:
+    """Tensors of a gated delta net that hold, one after the other, the parts of the Megatron tensor in its order.
+
+    A tensor with several parts has them as its `sections`: a shard of either side has a part of each.
+    """
+
+    rows: tuple[int, ...]
+    """Rows of each whole tensor."""
+
+    def to_megatron(self, *weights: Tensor) -> Tensor:
+        import torch
+
+        return torch.cat(weights)
+
+    def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
+        shards = sum(self.rows) // weight.shape[0]
+        return weight.split([rows // shards for rows in self.rows])
+
+    def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part[None] for part in self.to_hf(weight))
+
+    def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
+        rows = [rows for tensor in tensors for rows in tensor.sections or tensor.shape[:1]]
+        return dict(zip(DELTA_NET_PARTS, rows, strict=False))
+
+
+def _rows(tensors: Sequence[HfTensor]) -> list[int]:
+    return [tensor.shape[0] for tensor in tensors]
+
+
+def _one_part(tensors: Sequence[HfTensor]) -> dict[str, int]:
+    return {"": sum(_rows(tensors))}

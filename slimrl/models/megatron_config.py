@@ -29,6 +29,12 @@ class MegatronModelConfig:
     """Whether checkpoints hold the routers' weights in float32, so that trainers do too."""
 
     @property
+    def zero_centred_norms(self) -> bool:
+        """Whether norms multiply by 1 + weight; those of gated delta nets' results multiply by the weight in any
+        model."""
+        return bool(self.transformer.get("layernorm_zero_centered_gamma"))
+
+    @property
     def cached_elements(self) -> int:
         """Elements of a token's keys and values in all layers that have them: of grouped-query attention those of its
         heads, of multi-latent attention the latent and the rotated key (arXiv:2405.04434, section 2.1)."""
@@ -74,11 +80,12 @@ def decoder_config(
             not declare.
     """
     _refuse_variants(hf_config, bias=bool(transformer.get("add_qkv_bias")), rotary_percent=rotary_percent)
+    if "ffn_hidden_size" not in transformer:
+        transformer = {"ffn_hidden_size": int(required(hf_config, "intermediate_size")), **transformer}
     return MegatronModelConfig(
         transformer={
             "num_layers": int(required(hf_config, "num_hidden_layers")),
             "hidden_size": int(required(hf_config, "hidden_size")),
-            "ffn_hidden_size": int(required(hf_config, "intermediate_size")),
             "num_attention_heads": int(required(hf_config, "num_attention_heads")),
             "normalization": "RMSNorm",
             "layernorm_epsilon": float(required(hf_config, "rms_norm_eps")),

@@ -145,12 +145,18 @@ def _teacher_config(loaded: LoadedRecipe, problems: list[Problem]) -> dict[str, 
 
 
 def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    """A model that no family builds or without the layers to train, and fields of `trainer.megatron` without effect."""
+    """A model that no family builds or without the layers to train, groups of ranks that its engines do not form, and
+    fields of `trainer.megatron` without effect."""
     try:
-        architecture = family_of(hf_config).megatron_config(hf_config)
+        family = family_of(hf_config)
+        architecture = family.megatron_config(hf_config)
     except ValueError as error:
         yield "model.path", f"{loaded.recipe.model.path}: {error}."
         return
+    if loaded.command in SERVING and not family.attention_groups and loaded.recipe.rollout.engine_attention_dp > 1:
+        groups, kind = loaded.recipe.rollout.engine_attention_dp, hf_config["model_type"]
+        text = f"{groups}: SGLang shards attention of {kind} over all ranks of an engine. Use 1."
+        yield "rollout.engine_attention_dp", text
     if trains(loaded.command):
         yield from with_critic(partial(_fields_of_experts, architecture), loaded.recipe, loaded.command)
         yield from with_critic(partial(_fields_of_indexers, architecture), loaded.recipe, loaded.command)

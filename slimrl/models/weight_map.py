@@ -34,6 +34,8 @@ class HfTensor:
     stacked: str | None = None
     """Name under which files hold this tensor of all experts as one, [experts, *shape], matrices transposed; None for
     one that they hold by itself (checkpoints/stacked_experts.py)."""
+    sections: tuple[int, ...] = ()
+    """Sizes of the sections of dimension 0, if each is sharded by itself: rank i holds part i of every section."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,8 +51,6 @@ class Shard:
     group: Literal["tensor", "expert_tensor"] = "tensor"
     padded_size: int | None = None
     """Size to which the dimension is padded with zeros before it is sharded; None without padding."""
-    sections: tuple[int, ...] = ()
-    """Sizes of the sections of dimension 0, if each is sharded by itself: rank i holds part i of every section."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Entry:
     def blocks(self, tensor: HfTensor, index: int, count: int) -> tuple[list[Region], int]:
         """Part `index` of `count` of a Hugging Face tensor, and the zeros that pad it along the sharded dimension.
 
-        The part is one block, or a block of each section of the shard, to be joined along dimension 0.
+        The part is one block, or a block of each of its sections, to be joined along dimension 0.
 
         Raises:
             ValueError: the dimension does not divide into `count` parts.
@@ -113,7 +113,7 @@ class Entry:
         if shard is None:
             return [whole], 0
         size = tensor.shape[shard.dim]
-        edges = list(accumulate(shard.sections or (shard.padded_size or size,), initial=0))
+        edges = list(accumulate(tensor.sections or (shard.padded_size or size,), initial=0))
         blocks, zeros = [], 0
         for first, end in pairwise(edges):
             if (end - first) % count:
@@ -158,22 +158,22 @@ class Entry:
             return self.rule.op.to_hf(weight)
         columns = zip(*(self.rule.op.to_hf(part) for part in shards), strict=True)
         return tuple(
-            _joined(parts, shard).narrow(shard.dim, 0, tensor.shape[shard.dim])
+            _joined(parts, tensor.sections, shard.dim).narrow(shard.dim, 0, tensor.shape[shard.dim])
             for parts, tensor in zip(columns, self.hf, strict=True)
         )
 
 
-def _joined(parts: Sequence[Tensor], shard: Shard) -> Tensor:
+def _joined(parts: Sequence[Tensor], sections: tuple[int, ...], dim: int) -> Tensor:
     """The whole tensor of equal parts, in rank order."""
     import torch
 
     if len(parts) == 1:
         return parts[0]
-    if shard.sections:
-        sizes = [size // len(parts) for size in shard.sections]
+    if sections:
+        sizes = [size // len(parts) for size in sections]
         by_section = zip(*(part.split(sizes) for part in parts), strict=True)
         parts = [piece for section in by_section for piece in section]
-    return torch.cat(list(parts), dim=shard.dim)
+    return torch.cat(list(parts), dim=dim)
 
 
 class WeightMap:

@@ -1,26 +1,27 @@
 """Random weights of a model, tensor by tensor by the family's weight map."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimrl.base.seeds import derive_seed
+from slimrl.models.family import family_of
 from slimrl.models.weight_map import WeightMap
 
 EXPERT_BIAS_STD = 0.01
 """Standard deviation of the expert bias; small, so that all experts are chosen."""
 
-
 DELTA_NET_NORM = ".linear_attn.norm.weight"
+"""End of the name of a norm that multiplies by its weight whatever a model's other norms do"""
 
 
 def random_tensors(
-    weight_map: WeightMap, std: float, seed: int, dtype: torch.dtype = torch.float32
+    hf_config: dict[str, Any], weight_map: WeightMap, std: float, seed: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) in the order of the map's specs, each from its own seed. Norms multiply by 1."""
-    # A model with gated delta nets has zero-centred norms, but for those of the delta nets.
-    zero_centred = any(name.endswith(DELTA_NET_NORM) for name in weight_map.hf_tensors)
+    """(name, tensor) of a model in the order of the map's specs, each from its own seed. Norms multiply by 1."""
+    zero_centred = family_of(hf_config).megatron_config(hf_config).zero_centred_norms
     for tensor in weight_map.hf_tensors.values():
         if _is_norm(tensor.name):
             zero = zero_centred and not tensor.name.endswith(DELTA_NET_NORM)

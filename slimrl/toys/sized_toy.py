@@ -59,7 +59,7 @@ def write_sized_toy(config: dict[str, Any], out: Path, seed: int) -> int:
     weight_map = family_of(config).weight_map(config)
     specs = weight_map.specs(dtype)
     with atomic_folder(out) as partial:
-        tensors = random_tensors(weight_map, config["initializer_range"], seed, getattr(torch, dtype))
+        tensors = random_tensors(config, weight_map, config["initializer_range"], seed, getattr(torch, dtype))
         write_safetensors(partial, stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return sum(map(spec_bytes, specs))

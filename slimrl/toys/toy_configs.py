@@ -65,21 +65,57 @@ def _qwen3_moe(size: ToySize) -> dict[str, Any]:
     }
 
 
-def _qwen3_next(size: ToySize) -> dict[str, Any]:
-    """The last of every four layers has attention, and the last of fewer."""
+def _delta_nets(size: ToySize) -> dict[str, Any]:
+    """Keys of gated delta nets. The last of every four layers has attention, and the last of fewer."""
     return {
-        **_qwen3_moe(size),
-        **_decoder(size, "Qwen3NextForCausalLM", "qwen3_next"),
-        "partial_rotary_factor": 0.25,
         "full_attention_interval": min(4, size.layers),
         "linear_num_key_heads": size.kv_heads,
         "linear_num_value_heads": size.heads,
         "linear_key_head_dim": size.head_dim,
         "linear_value_head_dim": size.head_dim,
         "linear_conv_kernel_dim": 4,
+    }
+
+
+def _qwen3_next(size: ToySize) -> dict[str, Any]:
+    return {
+        **_qwen3_moe(size),
+        **_decoder(size, "Qwen3NextForCausalLM", "qwen3_next"),
+        **_delta_nets(size),
+        "partial_rotary_factor": 0.25,
         "shared_expert_intermediate_size": size.moe_intermediate,
         "num_nextn_predict_layers": size.mtp_layers,
     }
+
+
+def _qwen3_5(
+    size: ToySize, architecture: str = "Qwen3_5ForCausalLM", model_type: str = "qwen3_5_text"
+) -> dict[str, Any]:
+    """Positions in three dimensions as in released models, each for about a third of the pairs that are rotated."""
+    pairs = size.head_dim // 8
+    return {
+        **_decoder(size, architecture, model_type, without=("rope_theta", "use_sliding_window")),
+        **_delta_nets(size),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": size.rope_theta,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
+        },
+        "mtp_num_hidden_layers": size.mtp_layers,
+    }
+
+
+def _qwen3_5_moe(size: ToySize) -> dict[str, Any]:
+    config = _qwen3_5(size, "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text") | {
+        "moe_intermediate_size": size.moe_intermediate,
+        "shared_expert_intermediate_size": size.moe_intermediate,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+    }
+    del config["intermediate_size"]
+    return config
 
 
 def _deepseek_moe(size: ToySize) -> dict[str, Any]:
@@ -217,6 +253,18 @@ def _gpt_oss(size: ToySize) -> dict[str, Any]:
     }
 
 
+def _olmoe(size: ToySize) -> dict[str, Any]:
+    """Heads divide the hidden size."""
+    return {
+        **_decoder(size, "OlmoeForCausalLM", "olmoe", without=("use_sliding_window", "head_dim")),
+        "intermediate_size": size.moe_intermediate,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
+    }
+
+
 TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3": lambda size: _decoder(size, "Qwen3ForCausalLM", "qwen3"),
@@ -229,8 +277,11 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _glm4_moe_lite,
     "qwen3_next": _qwen3_next,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
     "minimax_m2": _minimax_m2,
     "gpt_oss": _gpt_oss,
+    "olmoe": _olmoe,
     "hy_v3": _hy_v3,
     "deepseek_v32": _deepseek_v32,
     "glm_moe_dsa": _glm_moe_dsa,

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimrl.config import hf_config
 from slimrl.models.family import family_of
+from slimrl.toys.toy_configs import TOYS, ToySize
 
 VOCAB = 131
 
@@ -76,19 +77,34 @@ _DEEPSEEK_V3 = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
-_QWEN3_NEXT = {
-    "model_type": "qwen3_next",
-    **_HEADS_OF_16,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
+_DELTA_NETS = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
+}
+_OLMOE = {
+    "model_type": "olmoe",
+    **_SHARED,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+_SHARED_EXPERT = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_NEXT = {"model_type": "qwen3_next", **_HEADS_OF_16, **_SHARED_EXPERT, "norm_topk_prob": True, **_DELTA_NETS}
+# Positions in three dimensions, as released configs have them; those of a text are equal.
+_QWEN3_5_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [1, 1, 0],
 }
 _YARN = {
     "rope_type": "yarn",
@@ -141,6 +157,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "linear_num_value_heads": 4,
         "tie_word_embeddings": True,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        **_HEADS_OF_16,
+        **_DELTA_NETS,
+        "linear_num_value_heads": 12,
+        "rope_parameters": _QWEN3_5_ROPE,
+    },
+    "qwen3_5_mixed": {
+        "model_type": "qwen3_5_text",
+        **_HEADS_OF_16,
+        **_DELTA_NETS,
+        "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **{name: size for name, size in _HEADS_OF_16.items() if name != "intermediate_size"},
+        **_SHARED_EXPERT,
+        **_DELTA_NETS,
+        "rope_parameters": _QWEN3_5_ROPE,
     },
     "deepseek_v3": {**_DEEPSEEK_V3, "rope_parameters": _YARN},
     "deepseek_v3_unscaled": _DEEPSEEK_V3,
@@ -205,6 +243,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_theta": 10_000.0,
         },
     },
+    "olmoe": _OLMOE,
+    "olmoe_grouped": {**_OLMOE, "num_key_value_heads": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
     "moonlight": {
         **_WITHOUT_GROUPS,
         "q_lora_rank": None,
@@ -217,13 +257,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """config.json by name: a family, and what is special."""
 
 
+WITH_EXPERTS = tuple(name for name, config in TOYS.items() if hf_config.num_experts(config(ToySize())))
+"""Families of models with experts, each of which has a toy and a config above under its name."""
+
+
 def small_model(name: str, path: Path, **changes: Any) -> Path:
     """Write the model of CONFIGS, with `changes` to its config, into a new folder."""
     config = {**CONFIGS[name], **changes}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     whole = model.config.to_dict()
-    zero_centred = family_of(whole).megatron_config(whole).transformer.get("layernorm_zero_centered_gamma", False)
+    zero_centred = family_of(whole).megatron_config(whole).zero_centred_norms
     for tensor_name, parameter in model.named_parameters():
         if "norm" in tensor_name:
             # Norms of delta nets multiply by the weight in any model.
@@ -262,19 +306,25 @@ def add_mtp_layers(path: Path, count: int) -> Path:
     """Give a checkpoint random layers for multi-token prediction, with copies of its embedding and output layer."""
     config = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
-    config["num_nextn_predict_layers"] = count
+    config[mtp_key(config)] = count
     generator = torch.Generator().manual_seed(1)
+    zero_centred = family_of(config).megatron_config(config).zero_centred_norms
     copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     for spec in family_of(config).hf_tensor_specs(config, mtp=True):
         if spec.name in tensors:
             continue
         original = copies.get(spec.name.split(".", 3)[-1])
-        mean = 1.0 if "norm" in spec.name else 0.0
+        mean = 1.0 if "norm" in spec.name and not zero_centred else 0.0
         random = torch.empty(spec.shape).normal_(mean, 0.1, generator=generator)
         tensors[spec.name] = tensors[original].clone() if original else random
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def mtp_key(config: dict[str, Any]) -> str:
+    """Key of config.json with the number of layers for multi-token prediction."""
+    return "mtp_num_hidden_layers" if config["model_type"].startswith("qwen3_5") else "num_nextn_predict_layers"
 
 
 def num_experts(name: str) -> int:

@@ -22,13 +22,14 @@ from slimrl_tools.convert.options import Options
 from slimrl_tools.convert.output_folder import RECORDS
 from slimrl_tools.toy.toy import write_toy
 from slimrl_tools.toy.toy_configs import ToySize
-from small_models import EXPECTED_NAME, num_experts, small_model
+from small_models import EXPECTED_NAME, WITH_EXPERTS, num_experts, small_model
 from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.units import show_bytes
 
@@ -74,22 +75,9 @@ def there_and_back(src: Path, tmp: Path, parallel: ParallelConfig, options: Opti
     return tmp / "back"
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3_moe",
-        "deepseek_v3",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "glm_moe_dsa",
-        "hy_v3",
-        "minimax_m2",
-        "gpt_oss",
-        "qwen3_next",
-    ],
-)
+@pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
-    mtp = int(family not in ("qwen3_moe", "minimax_m2", "gpt_oss"))
+    mtp = int(family_of({"model_type": family}).has_mtp)
     write_toy(family, tmp_path / "hf", ToySize(layers=2, mtp_layers=mtp), seed=1)
     back = there_and_back(tmp_path / "hf", tmp_path, LAYOUTS["tp2_ep2_etp1"], shard_bytes=500_000)
     assert_same_tensors(tmp_path / "hf", back)
@@ -109,20 +97,13 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3_moe",
+        *WITH_EXPERTS,
         "qwen3_moe_mixed",
-        "glm4_moe",
-        "deepseek_v3",
-        "glm4_moe_lite",
         "glm_moe_dsa_shared",
-        "hy_v3",
-        "minimax_m2",
-        "gpt_oss",
         "moonlight",
         "qwen3_tied",
         "qwen2",
         "llama",
-        "qwen3_next",
         "qwen3_next_mixed",
     ],
 )

@@ -112,6 +112,8 @@ def test_transformer_engine_s_names_lead_to_the_same_entries(tmp_path):
     for config in configs.values():
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = 1
+    for name in ("qwen3_5", "qwen3_5_moe"):
+        configs[name]["mtp_num_hidden_layers"] = 1
     # Megatron builds the layer for multi-token prediction only behind one with attention.
     configs["qwen3_next_mixed"]["num_nextn_predict_layers"] = 0
     (results,) = run_ranks(both_spellings, 1, configs, timeout_s=90)

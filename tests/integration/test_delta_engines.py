@@ -1,4 +1,4 @@
-"""Engines of Qwen3-Next on a CPU: what they compute from states that prefill, decode and the prefix cache hand on."""
+"""Engines of Qwen3-Next and Qwen3.5 on a CPU: states that prefill, decode and the prefix cache hand on."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from slimrl.data.engine import GenerateRequest, GenerateResult
 from slimrl.engines.client import SglangEngine
 from slimrl.engines.lockstep import LockstepEngine
 from slimrl.engines.servers.control import SglangControl
-from slimrl.models.families.qwen3_next import unserved
+from slimrl.models.family import family_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -41,17 +41,17 @@ ROLLOUT = RolloutConfig(
 Turns = list[tuple[list[int], GenerateResult]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_moe"])
+def model(request, tmp_path_factory) -> Path:
     """No two of its sizes are equal, and no norm is trivial."""
     folder = tmp_path_factory.mktemp("delta")
-    path = small_model("qwen3_next", folder / "hf", vocab_size=VOCAB)
+    path = small_model(request.param, folder / "hf", vocab_size=VOCAB)
     config = json.loads((path / "config.json").read_text())
     # What SGLang reads, and transformers does not write.
     config |= {"full_attention_interval": 4, "rope_theta": config["rope_parameters"]["rope_theta"]}
-    assert unserved(config) is None
+    assert family_of(config).unserved(config) is None
     (path / "config.json").write_text(json.dumps(config))
-    write_toy("qwen3_next", folder / "toy", ToySize(layers=1, hidden=32), seed=0)
+    write_toy(request.param, folder / "toy", ToySize(layers=1, hidden=32), seed=0)
     for file in (folder / "toy").glob("*token*"):
         shutil.copy(file, path)
     return path
@@ -105,7 +105,7 @@ def assert_equals(reference: PreTrainedModel, conversation: Turns) -> None:
     router_TLE = torch.stack(output.router_logits, 1).softmax(-1)
     highest_TLK = router_TLE.topk(EXPERTS_PER_TOKEN + 1)
     clear_TL = highest_TLK.values[..., -2] - highest_TLK.values[..., -1] > 1e-4
-    assert clear_TL.double().mean() > 0.99
+    assert clear_TL.double().mean() > 0.98
     chosen_TLK = highest_TLK.indices[..., :-1].sort(-1).values
     for context, result in conversation:
         end = len(context) + len(result.tokens) - 1

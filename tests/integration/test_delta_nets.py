@@ -1,4 +1,4 @@
-"""Qwen3-Next's gated delta nets train: one gradient under every layout, however the sequences are packed."""
+"""Gated delta nets of Qwen3-Next and Qwen3.5 train: one gradient under every layout and in any packing."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from weight_cases import join
 
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.config.schema.trainer import OptimizerConfig
-from slimrl.models.families.qwen3_next import linear_layers, unserved
+from slimrl.models.families.delta_nets import linear_layers
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import partial_rotary_factor, published_config, read_hf_config, rope_theta
 from slimrl.observability.metrics import read_metrics
@@ -78,9 +78,9 @@ def gradients(rank, num_ranks, port, path, cases):
     return results
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return small_model("qwen3_next", tmp_path_factory.mktemp("model") / "hf")
+@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.full)])
+def path(request, tmp_path_factory):
+    return small_model(request.param, tmp_path_factory.mktemp("model") / "hf")
 
 
 @pytest.fixture(scope="module")
@@ -142,14 +142,29 @@ SGLANG_READS = """
 import json, sys
 from slimrl.engines.plugin import cpu
 cpu.install()
+from sglang.srt.configs.qwen3_5 import Qwen3_5MoeTextConfig
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+from sglang.srt.utils.hf_transformers.common import get_rope_config
 read = []
 for given in json.load(sys.stdin):
-    config = Qwen3NextConfig(**given)
+    config = (Qwen3NextConfig if given["model_type"] == "qwen3_next" else Qwen3_5MoeTextConfig)(**given)
     layers = config.linear_layer_ids if hasattr(config, "full_attention_interval") else None
-    read.append([layers, config.rope_theta, config.partial_rotary_factor])
+    theta, scaling = get_rope_config(config)
+    # Where scaling is a dictionary without a kind, SGLang refuses the model.
+    read.append([layers, None if scaling == {} else theta, config.partial_rotary_factor])
 print(json.dumps(read))
 """
+
+
+def served_as_trained(configs: list[dict]) -> list[bool]:
+    """Whether SGLang reads the layers and positions of each config as the trainer does."""
+    done = subprocess.run(
+        [sys.executable, "-c", SGLANG_READS], input=json.dumps(configs), capture_output=True, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    trained = [[list(linear_layers(c)), rope_theta(c), partial_rotary_factor(c, 0.25)] for c in configs]
+    return [read == config for read, config in zip(json.loads(done.stdout), trained, strict=True)]
 
 
 def test_a_config_is_served_where_sglang_reads_the_model_that_is_trained():
@@ -162,12 +177,20 @@ def test_a_config_is_served_where_sglang_reads_the_model_that_is_trained():
         {**released, "full_attention_interval": 3}, {**released, "layer_types": ["linear_attention"] * 8},
         {**released, "layer_types": ["linear_attention"] * 8, "full_attention_interval": 9},
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", SGLANG_READS], input=json.dumps(configs), capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    trained = [[list(linear_layers(c)), rope_theta(c), partial_rotary_factor(c, 0.25)] for c in configs]
-    served = [read == config for read, config in zip(json.loads(done.stdout), trained, strict=True)]
-    assert served == [unserved(config) is None for config in configs]
+    served = served_as_trained(configs)
+    assert served == [family_of(config).unserved(config) is None for config in configs]
     assert served == [True, False, True, False, True, True, False, True]
+
+
+def test_so_is_one_of_qwen3_5():
+    released = {**published_config("Qwen3.5-35B-A3B"), "num_hidden_layers": 8}
+    saved, rope = AutoConfig.for_model(**released).to_dict(), released["rope_parameters"]
+    half = {**released, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
+    flat = {name: value for name, value in released.items() if name != "rope_parameters"} | {"rope_theta": 1e7}
+    configs = [
+        released, saved, {**saved, "full_attention_interval": 4}, half, {**half, "partial_rotary_factor": 0.5}, flat,
+        {**released, "full_attention_interval": 3}, {**released, "layer_types": ["linear_attention"] * 8},
+    ]  # fmt: skip
+    served = served_as_trained(configs)
+    assert served == [family_of(config).unserved(config) is None for config in configs]
+    assert served == [True, False, True, False, True, False, True, False]

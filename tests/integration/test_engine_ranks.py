@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_probes import KEY
 from slimrl_tools.toy.toy import ToySize, write_toy
+from small_models import WITH_EXPERTS
 from transformers import AutoModelForCausalLM
 
 from slimrl.checkpoints.checkpoint_reader import read_whole
@@ -27,8 +28,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-NAMES = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "minimax_m2",
-         "gpt_oss", "qwen3_next")  # fmt: skip
+
+
+def layouts(family: str) -> list[tuple[int, int, int]]:
+    """(tensor, expert, groups): groups where SGLang's model forms them, else more ranks than key-value heads."""
+    (row,) = (one for one in FAMILIES if one.name == family)
+    groups = [(2, 1, 2), (4, 2, 2)] if row.attention_groups else [(4, 2, 1)]
+    # SGLang loads the experts of gpt-oss into no engine that has them apart.
+    return [one for one in [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups] if one[1] == 1 or family != "gpt_oss"]
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -59,14 +66,8 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
-    [
-        (family.name, *layout)
-        for family in FAMILIES
-        for layout in [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)]
-        if family.name in NAMES and (layout[-1] == 1 or family.attention_groups)
-        # SGLang loads the experts of gpt-oss into no engine that has them apart.
-        if family.name != "gpt_oss" or layout[1] == 1
-    ],
+    [(family, *layout) for family in WITH_EXPERTS for layout in layouts(family)]
+    + [("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups

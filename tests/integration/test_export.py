@@ -10,6 +10,7 @@ from engine_probes import KEY
 from megatron.core import parallel_state as mpu
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
+from small_models import WITH_EXPERTS
 from trainer_cases import token_cross_entropy, trainer_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -96,10 +97,7 @@ def update_and_export(rank, num_ranks, port, path, out):
     return logits
 
 
-MORE_FAMILIES = [
-    pytest.param(name, marks=pytest.mark.full)
-    for name in ("glm4_moe", "deepseek_v3", "hy_v3", "minimax_m2", "gpt_oss", "qwen3_next")
-]
+MORE_FAMILIES = [pytest.param(name, marks=pytest.mark.full) for name in WITH_EXPERTS if name != "qwen3_moe"]
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", *MORE_FAMILIES])

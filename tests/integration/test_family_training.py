@@ -8,7 +8,7 @@ import pytest
 from family_updates import updates
 from ranks import run_ranks
 from safetensors.torch import load_file
-from small_models import small_model
+from small_models import WITH_EXPERTS, small_model
 
 from slimrl.config.schema.precision import Precision
 
@@ -55,13 +55,14 @@ OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "glm_moe_dsa_shared", "hy_v3", "minimax_m2", "qwen3_next"]
-)
+@pytest.mark.parametrize("name", [*(family for family in WITH_EXPERTS if family != "qwen3_moe"), "glm_moe_dsa_shared"])
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
     run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)
     whole, _ = run_ranks(updates, 2, path, TP2_SP_EP2, range(4))[0]
     for num_ranks, layout in OTHER_LAYOUTS:
+        if name == "gpt_oss" and "expert_tensor" in layout:
+            # megatron-core shards no experts that have biases.
+            continue
         resumed, _ = run_ranks(updates, num_ranks, path, layout, range(2, 4), None, folder)[0]
         assert resumed == pytest.approx(whole[2:], abs=1e-5), layout

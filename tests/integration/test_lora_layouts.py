@@ -34,6 +34,7 @@ OTHER_MODELS = {
     "deepseek_v3": [{**TP2_SP, "expert": 2}, {**TP2_SP, "expert_tensor": 2}, {"pipeline": 2}],
     "moonlight": [{**TP2_SP, "expert": 2}],
     "qwen3_next": [{**TP2_SP, "expert": 2}],
+    "qwen3_5": [TP2_SP],
 }
 SOME_LAYERS = LoraConfig(rank=2, alpha=4.0, targets=["k_proj", "o_proj", "down_proj"])
 

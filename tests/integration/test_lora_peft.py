@@ -81,8 +81,10 @@ MORE_FAMILIES = [
     "qwen3",
     "glm4_moe",
     "minimax_m2",
+    "olmoe",
     "moonlight",
     "qwen3_next_mixed",
+    "qwen3_5_moe",
     "qwen3_moe_mixed",
 ]
 

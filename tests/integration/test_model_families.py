@@ -55,7 +55,7 @@ def cases(folder: Path, names: list[str], num_ranks: int) -> list[tuple[Path, di
 
 
 def test_weights_return_bit_for_bit_under_layouts_of_two_ranks(tmp_path):
-    names = ["qwen3_moe", "glm4_moe", "qwen2", "llama_scaled_tied", "minimax_m2", "qwen3_next"]
+    names = ["qwen3_moe", "glm4_moe", "qwen2", "llama_scaled_tied", "minimax_m2", "qwen3_next", "qwen3_5"]
     run_ranks(round_trip, 2, cases(tmp_path, names, 2), timeout_s=150)
 
 

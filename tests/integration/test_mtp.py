@@ -1,7 +1,9 @@
 """Layers for multi-token prediction: through Megatron and back, computed as transformers does, carried into exports."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from small_models import VOCAB, add_mtp_layers, small_model
+from small_models import VOCAB, add_mtp_layers, mtp_key, small_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 from weight_cases import (
@@ -29,6 +32,7 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import MtpConfig, OptimizerConfig, ParallelConfig
 from slimrl.data.packing import pack, pack_for
 from slimrl.data.trajectory import Segment
+from slimrl.models.hf_config import read_hf_config
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.checkpointing.export import export_hf
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner
@@ -50,8 +54,8 @@ def model_with_mtp(name: str, folder: Path) -> Path:
 
 
 def test_mtp_layers_return_bit_for_bit_under_layouts_of_two_ranks(tmp_path):
-    qwen3_next = add_mtp_layers(small_model("qwen3_next", tmp_path / "qwen3_next"), 1)
-    cases = [(model_with_mtp("deepseek_v3", tmp_path), QUICK), (qwen3_next, QUICK)]
+    gated = [add_mtp_layers(small_model(name, tmp_path / name), 1) for name in ("qwen3_next", "qwen3_5_moe")]
+    cases = [(path, QUICK) for path in (model_with_mtp("deepseek_v3", tmp_path), *gated)]
     run_ranks(round_trip, 2, cases, True, timeout_s=120)
 
 
@@ -74,7 +78,7 @@ def sequences():
     ]
 
 
-def loss_and_gradients(rank, world_size, port, paths, segments):
+def loss_and_gradients(rank, world_size, port, paths, segments, layers=LAYERS):
     """For each checkpoint: the loss of its MTP layers on one micro-batch and its gradient by name of the weight."""
     join(rank, world_size, port)
     layout = change_layout(ParallelConfig())
@@ -83,7 +87,7 @@ def loss_and_gradients(rank, world_size, port, paths, segments):
         trainer = trainer_config(ParallelConfig())
         trainer = replace(trainer, optimizer=OptimizerConfig(lr=1e-3, clip_grad=0, distributed=False))
         chunks, _, _ = loaded_chunks(path, ParallelConfig(), mtp=True)
-        mtp = MtpLoss(LAYERS, WEIGHT)
+        mtp = MtpLoss(layers, WEIGHT)
         runner = MicroBatchRunner(
             chunks, Optimizer(trainer, chunks, 1), layout, vocab_size=VOCAB, chunk_tokens=16, mtp=mtp
         )
@@ -101,7 +105,7 @@ def loss_and_gradients(rank, world_size, port, paths, segments):
 
 def expected_loss(model, mtp, segments):
     """Mean over layers of the mean of -log p over each layer's targets, differentiable; transformers' layers."""
-    sums, counts = [0.0] * LAYERS, [0] * LAYERS
+    sums, counts = [0.0] * len(mtp.layers), [0] * len(mtp.layers)
     for segment in segments:
         tokens_T, mask_T = torch.from_numpy(segment.tokens), torch.from_numpy(segment.loss_mask)
         with torch.no_grad():
@@ -119,7 +123,7 @@ def expected_loss(model, mtp, segments):
             log_p_T = log_p_TV.gather(1, tokens_T[ahead + 1 :, None])[:, 0]
             sums[index] -= log_p_T[mask_T[ahead + 1 :]].sum()
             counts[index] += int(mask_T[ahead + 1 :].sum())
-    return sum(total / count for total, count in zip(sums, counts, strict=True)) / LAYERS
+    return sum(total / count for total, count in zip(sums, counts, strict=True)) / len(sums)
 
 
 MEGATRON_NAMES = {
@@ -158,6 +162,53 @@ def test_mtp_layers_have_the_loss_and_the_gradient_of_transformers_layers(tmp_pa
                 wanted = layer.get_parameter(name).grad
                 actual = torch.from_numpy(gradients[f"layers.{index}.{megatron}"])
                 assert (actual - wanted).norm() <= 1e-4 * wanted.norm(), (path.name, index, name)
+
+
+class GatedMtpLayer(nn.Module):
+    """The layer for multi-token prediction of Qwen3-Next and Qwen3.5, which transformers lacks, of its parts.
+
+    One more decoder layer of transformers' model is that of the checkpoint's `mtp`.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        super().__init__()
+        config, tensors = read_hf_config(path), load_file(path / "model.safetensors")
+        last, kinds = config["num_hidden_layers"], [*config["layer_types"], "full_attention"]
+        longer = {**config, "num_hidden_layers": last + 1, "layer_types": kinds, mtp_key(config): 0}
+        moved = {name.replace("mtp.layers.0.", f"model.layers.{last}."): tensor for name, tensor in tensors.items()}
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(longer))
+        save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+        self.mtp_block = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.layers[last]
+        hidden = config["hidden_size"]
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        norm = type(self.mtp_block.input_layernorm)
+        self.enorm, self.hnorm, self.post_norm = (norm(hidden, eps=config["rms_norm_eps"]) for _ in range(3))
+        names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+        for name, stored in names.items():
+            self.get_submodule(name).weight.data = tensors[f"mtp.{stored}.weight"]
+
+    def forward(self, embedded_1TH, hidden_1TH, rotary, mask, positions_1T, cache):
+        joined = torch.cat([self.enorm(embedded_1TH), self.hnorm(hidden_1TH)], dim=-1)
+        return self.post_norm(self.mtp_block(self.eh_proj(joined), position_embeddings=rotary, attention_mask=mask))
+
+
+def test_the_gated_mtp_layer_has_the_loss_and_the_gradient_of_transformers_parts(tmp_path):
+    names = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+    paths = [add_mtp_layers(small_model(name, tmp_path / name), 1) for name in names]
+    (results,) = run_ranks(loss_and_gradients, 1, paths, sequences(), 1, timeout_s=90)
+    for path, (loss, gradients) in zip(paths, results, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        layer = GatedMtpLayer(path, tmp_path / f"{path.name}_longer")
+        expected = expected_loss(model, SimpleNamespace(layers=[layer]), sequences())
+        assert loss == pytest.approx(float(expected.detach()), abs=1e-5), path.name
+        (WEIGHT * expected).backward()
+        held = dict(layer.named_parameters())
+        for name, megatron in MEGATRON_NAMES.items():
+            if name in held:
+                actual = torch.from_numpy(gradients[f"layers.0.{megatron}"])
+                assert (actual - held[name].grad).norm() <= 1e-4 * held[name].grad.norm(), (path.name, name)
+        assert (path.name == "qwen3_5") == ("mtp_block.mlp.gate.weight" not in held)
 
 
 def changed_export(rank, world_size, port, path, out):

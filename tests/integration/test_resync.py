@@ -4,6 +4,7 @@ import pytest
 from engine_probes import KEY, engine_logprobs, transformers_logprobs
 from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
+from slimrl_tools.toy.toy_configs import TOYS
 from weight_sender import WeightSender
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
@@ -22,6 +23,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 90.0
+WITH_FLOAT32 = ("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe")
+"""Families of models that keep some tensors in float32"""
 
 
 def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncReport | None]:
@@ -50,20 +53,8 @@ def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncRe
     ("family_name", "precision"),
     [
         ("qwen3_moe", Precision.fp32),
-        pytest.param("qwen2", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("llama", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("glm4_moe", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("glm4_moe", Precision.bf16, marks=pytest.mark.full),
-        pytest.param("deepseek_v3", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("glm4_moe_lite", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("glm_moe_dsa", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("hy_v3", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("minimax_m2", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("minimax_m2", Precision.bf16, marks=pytest.mark.full),
-        pytest.param("gpt_oss", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("gpt_oss", Precision.bf16, marks=pytest.mark.full),
-        pytest.param("qwen3_next", Precision.fp32, marks=pytest.mark.full),
-        pytest.param("qwen3_next", Precision.bf16, marks=pytest.mark.full),
+        *(pytest.param(name, Precision.fp32, marks=pytest.mark.full) for name in TOYS if name != "qwen3_moe"),
+        *(pytest.param(name, Precision.bf16, marks=pytest.mark.full) for name in WITH_FLOAT32),
     ],
 )
 def test_an_engine_computes_with_what_the_trainer_sent(tmp_path, family_name, precision):

@@ -86,6 +86,8 @@ def held_by_drafts(name: str, layers: int) -> bool:
         pytest.param("glm_moe_dsa", 2, 2, marks=pytest.mark.full),
         pytest.param("hy_v3", 2, 2, marks=pytest.mark.full),
         ("qwen3_next", 4, 1),
+        pytest.param("qwen3_5", 4, 2, marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe", 4, 1, marks=pytest.mark.full),
     ],
 )
 def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, family, layers, num_ranks):

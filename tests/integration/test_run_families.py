@@ -3,6 +3,7 @@
 import pytest
 from cli_runs import RECIPES, make_workspace, succeed
 from safetensors.torch import load_file
+from small_models import WITH_EXPERTS
 
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.observability.metrics import read_metrics
@@ -18,15 +19,11 @@ GROUPED = ["rollout.engine_tp=2", "rollout.engine_ep=2", "rollout.engine_attenti
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("glm4_moe", []),
-        ("glm4_moe_lite", []),
-        ("deepseek_v32", []),
+        *((family, []) for family in WITH_EXPERTS if family not in ("qwen3_moe", "qwen3_next")),
         ("glm_moe_dsa", ["trainer.megatron={dsa_indexer_loss_coeff: 0.01}"]),
-        ("hy_v3", []),
-        ("minimax_m2", []),
-        ("deepseek_v3", []),
-        ("gpt_oss", []),
         ("qwen3_next", ["rollout.routed_experts=true"]),
+        ("qwen3_5", DENSE),
+        ("qwen3_5_moe", ["rollout.routed_experts=true"]),
         ("deepseek_v3", GROUPED),
         ("qwen2", DENSE),
         ("llama", [*DENSE, "trainer.parallel.tensor=2"]),

@@ -43,6 +43,12 @@ FAKE: dict[str, tuple[str, int, ParallelConfig, dict[str, Any]]] = {
         ParallelConfig(tensor=2, sequence=True, context=2, expert=4),
         {},
     ),
+    "delta_nets_in_four_tensors_tp2_cp2": (
+        "qwen3_5_mixed",
+        4,
+        ParallelConfig(tensor=2, sequence=True, context=2),
+        {},
+    ),
     "tied_tp2_pp4": ("qwen3_tied", 16, ParallelConfig(tensor=2, sequence=True, pipeline=4), {}),
     "first_stage_of_1": (
         "qwen3",

@@ -122,7 +122,9 @@ def test_the_trainer_loads_a_converted_checkpoint_under_other_layouts(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss", "qwen2_tied"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss", "olmoe", "qwen2_tied"]
+)
 def test_the_trainer_loads_a_converted_checkpoint_of_every_family_on_four_ranks(tmp_path, name):
     hf = small_model(name, tmp_path / "hf", num_attention_heads=4, num_key_value_heads=4)
     hf_to_megatron(hf, tmp_path / "mc", ParallelConfig(), OPTIONS)
@@ -151,7 +153,9 @@ def test_megatrons_own_checkpoints_read_as_hugging_face_tensors(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_tied", "glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen3_tied", "glm4_moe", "deepseek_v3", "minimax_m2", "gpt_oss", "olmoe"]
+)
 @pytest.mark.parametrize("sharding", [SHARDING, {}], ids=["ours", "old"])
 def test_megatrons_own_checkpoints_of_every_family_and_layout_read_as_hugging_face_tensors(tmp_path, name, sharding):
     hf = small_model(name, tmp_path / "hf", num_attention_heads=4, num_key_value_heads=4)

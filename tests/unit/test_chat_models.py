@@ -185,6 +185,16 @@ def test_the_familys_parser_is_the_one_that_reads_what_the_template_writes(key, 
         load_parser("mistral", tmp_path, MODELS[key].chat(), TOOLS.schemas)
 
 
+def test_a_family_without_calls_of_its_own_takes_the_parser_that_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "olmoe"}))
+    chat = MODELS["qwen25"].chat()
+    with pytest.raises(ValueError, match="no parser is known for models of olmoe; name that of the template's calls"):
+        load_parser("", tmp_path, chat, TOOLS.schemas)
+    assert len(load_parser("qwen25", tmp_path, chat, TOOLS.schemas).parse(call_text("qwen25", {"a": 1})).calls) == 1
+    with pytest.raises(ValueError, match="the chat template writes no tool calls"):
+        load_parser("", tmp_path, MODELS["olmoe"].chat(), TOOLS.schemas)
+
+
 REFUSED_AS_EXAMPLES = {"deepseek_v31_think": 1, "deepseek_r1": 1, "qwq": 1, "deepseek_v3": 3, "hermes3": 3,
                         "kimi_k2_thinking": 6}  # fmt: skip
 """Which message the template does not write behind its prompt"""
@@ -215,6 +225,9 @@ def test_examples_learn_from_what_a_policy_would_have_written_and_from_nothing_e
     [
         ("qwen3", 1),
         ("qwen3_thinking", 1),
+        ("qwen35", 1),
+        ("qwen35_no_think", 1),
+        ("qwen36", 1),
         ("qwen3_no_think", 3),
         ("deepseek_v31_think", 2),
         ("qwq", 3),
@@ -272,7 +285,7 @@ def test_results_bear_the_ids_that_the_policy_gave_its_calls_although_the_templa
 def test_a_question_after_an_answer_drops_the_thinking_before_it_as_serving_does():
     first = {"role": "assistant", "content": "Three.", "reasoning_content": "Sum."}
     messages = (QUESTION, first, {"role": "user", "content": "And now?"})
-    for key in ("qwen3", "glm45", "glm46", "glm47", "qwen3_thinking"):
+    for key in ("qwen3", "glm45", "glm46", "glm47", "qwen3_thinking", "qwen35", "qwen36"):
         engine = Script(MODELS[key], answer_text(key, "Six.") + answer_end(key))
         play(MODELS[key], engine, messages=messages)
         assert "Sum." not in MODELS[key].tokenizer().decode(engine.contexts[0])

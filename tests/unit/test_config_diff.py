@@ -45,6 +45,16 @@ def test_published_configs_are_built_as_they_say_and_read_whole(name):
     assert all(row.built == row.family for row in result.rows)
 
 
+def test_the_interval_of_attention_is_harmless_beside_a_list_of_layers_that_follows_it():
+    config = {**published_config("Qwen3.5-27B"), "num_hidden_layers": 4}
+    for kinds, unread in (
+        (["linear_attention"] * 3 + ["full_attention"], {}),
+        (["linear_attention", "full_attention"] * 2, {"full_attention_interval": 4}),
+        (["linear_attention"] * 4, {"full_attention_interval": 4}),
+    ):
+        assert diff_config({**config, "layer_types": kinds}, trainer()).unread == unread
+
+
 def test_each_fact_names_the_keys_that_decide_it():
     result = diff_config(toy_hf_config("qwen3_moe"), trainer())
     assert row_of(result, "layernorm_epsilon").keys == {"rms_norm_eps": 1e-6}
@@ -132,5 +142,6 @@ def test_the_command_prints_a_table_and_its_exit_code_is_the_verdict(tmp_path):
 def test_every_fact_of_every_family_is_of_the_model_or_its_training():
     for family in TOYS:
         for row in diff_config(toy_hf_config(family), trainer()).rows:
-            of_the_model = ("vocab_size", "tie_embeddings", "max_position", "llama3_rope_factor", "mtp_layers")
+            of_the_model = ("vocab_size", "tie_embeddings", "max_position", "llama3_rope_factor", "mtp_layers",
+                            "qk_norm_over_heads", "float32_router")  # fmt: skip
             assert row.field in of_the_model or row.field in MEGATRON_VERDICTS, row.field

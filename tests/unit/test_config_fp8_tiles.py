@@ -80,8 +80,11 @@ def test_heads_of_64_in_twos_are_whole_and_single_ones_are_not(refused):
     assert any(message.startswith("2: the 128 rows of the keys on 2 ranks are 64 each") for message in messages)
 
 
-def test_keys_and_values_of_linear_attention_are_whole_tiles_each(refused):
-    published = published_config("Qwen3-Next-80B-A3B")
+@pytest.mark.parametrize(
+    ("name", "plain"), [("Qwen3-Next-80B-A3B", ["in_proj_qkvz"]), ("Qwen3.5-35B-A3B", ["in_proj_qkv", "in_proj_z"])]
+)
+def test_keys_and_values_of_linear_attention_are_whole_tiles_each(refused, name, plain):
+    published = published_config(name)
     assert refused(published, 4) == []
     # 384 rows are 3 tiles, 3200 rows are 25.
     for kind, size, rows, each in (("key", {"num_key_heads": 4}, 384, 96), ("value", {}, 3200, 800)):
@@ -95,6 +98,7 @@ def test_keys_and_values_of_linear_attention_are_whole_tiles_each(refused):
                 "tiles of 128. Use 1.",
             )
         ]
+        assert refused(narrow, 4, modules_to_not_convert=[f"linear_attn.{module}" for module in plain]) == []
 
 
 def test_ranks_that_hold_copies_of_a_head_hold_all_of_it(refused):

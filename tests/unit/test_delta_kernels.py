@@ -2,10 +2,12 @@
 
 import sys
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import silu
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
 from slimrl.engines.plugin.cpu import gates, sgl_kernel_stub
 from slimrl.engines.plugin.cpu.delta_rule import CHUNK, chunk_gated_delta_rule, gating, sigmoid_gating_delta_rule_update
@@ -217,6 +219,52 @@ def test_gates_compute_in_float32(dtype):
     torch.testing.assert_close(routed.double(), expected, atol=1e-5 if dtype is torch.float32 else 3e-2, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_gates_of_qwen3_5_are_those_of_transformers(dtype):
+    """Rows of [each query head, its gate], as transformers' Qwen3_5Attention takes them apart."""
+    tokens, heads, kv_heads, dim = 5, 4, 2, 6
+    query_gate, key = (
+        torch.randn(tokens, heads * 2 * dim, dtype=dtype),
+        torch.randn(tokens, kv_heads * dim, dtype=dtype),
+    )
+    norms = [Qwen3_5RMSNorm(dim, eps=1e-3).to(dtype) for _ in range(2)]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    weights = [norm.weight.data for norm in norms]
+    found = gates.fused_qk_gemma_rmsnorm_with_gate(query_gate, key, *weights, 1e-3, dim, heads)
+    query, gate = query_gate.view(tokens, heads, 2 * dim).chunk(2, dim=-1)
+    expected = (norms[0](query).flatten(0, 1), norms[1](key.view(-1, dim)), gate.flatten(0, 1))
+    for given, wanted in zip(found, expected, strict=True):
+        assert given.is_contiguous()
+        torch.testing.assert_close(given, wanted, atol=1e-6, rtol=1e-6 if dtype is torch.float32 else 8e-3)
+
+    attended, flat = torch.randn(tokens, heads * dim, dtype=dtype), gate.flatten(1)
+    expected = attended.double() * flat.double().sigmoid()
+    assert gates.fused_sigmoid_mul(attended, flat) is None
+    torch.testing.assert_close(attended.double(), expected, atol=1e-6, rtol=1e-6 if dtype is torch.float32 else 8e-3)
+
+    norm = SimpleNamespace(
+        norm_before_gate=True, group_size=None, activation="swish", eps=1e-3, weight=1 + torch.randn(dim)
+    )
+    x, z = torch.randn(2, 7, dim, dtype=dtype)
+    theirs = Qwen3_5RMSNormGated(dim, eps=1e-3)
+    theirs.weight.data = norm.weight
+    found = gates.gated_norm(norm, x, z)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found, theirs(x, z).to(dtype), atol=1e-6, rtol=1e-6 if dtype is torch.float32 else 8e-3)
+    with pytest.raises(AssertionError):
+        gates.gated_norm(SimpleNamespace(**{**vars(norm), "activation": "sigmoid"}), x, z)
+
+
+def test_the_input_of_a_delta_net_of_qwen3_5_has_its_parts_one_after_the_other():
+    q, k, v, z, b, a = (torch.randn(3, width) for width in (2 * KEY, 2 * KEY, 6 * VALUE, 6 * VALUE, 6, 6))
+    found = gates.fused_qkvzba_split_reshape_cat_contiguous(
+        torch.cat([q, k, v, z], dim=-1), torch.cat([b, a], dim=-1), KEY_HEADS, HEADS, KEY, VALUE
+    )
+    expected = (torch.cat([q, k, v], dim=-1), z.view(3, HEADS, VALUE), b, a)
+    assert all(x.is_contiguous() and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def test_sglang_finds_them_by_the_names_of_the_kernels(monkeypatch):
     monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if k.partition(".")[0] != "sgl_kernel"})
     assert sgl_kernel_stub.install()
@@ -226,5 +274,8 @@ def test_sglang_finds_them_by_the_names_of_the_kernels(monkeypatch):
     assert (causal_conv1d_fn_cpu, causal_conv1d_update_cpu) == (causal_conv1d_fn, causal_conv1d_update)
     assert (chunk_gated_delta_rule_cpu, ops.fused_gdn_gating_cpu) == (chunk_gated_delta_rule, gating)
     assert ops.fused_sigmoid_gating_delta_rule_update_cpu is sigmoid_gating_delta_rule_update
+    assert ops.fused_sigmoid_mul_cpu is gates.fused_sigmoid_mul
+    assert ops.fused_qk_gemma_rmsnorm_with_gate_cpu is gates.fused_qk_gemma_rmsnorm_with_gate
+    assert ops.fused_qkvzba_split_reshape_cat_contiguous_cpu is gates.fused_qkvzba_split_reshape_cat_contiguous
     # By the absence of this one SGLang knows that there are no kernels for AMX.
     assert not hasattr(ops, "convert_weight_packed")

@@ -13,6 +13,7 @@ MIXTURE = ["experts.w13_weight", "experts.w2_weight", "gate.weight"]
 SIGMOID = [*MIXTURE, "gate.e_score_correction_bias", "shared_experts.gate_up_proj.weight"]
 SIGMOID += ["shared_experts.down_proj.weight"]
 SOFTMAX = [*MIXTURE, "shared_expert_gate.weight", "shared_expert.gate_up_proj.weight", "shared_expert.down_proj.weight"]
+DENSE = ["gate_up_proj.weight", "down_proj.weight"]
 HUNYUAN = [*MIXTURE, "expert_bias", "shared_mlp.gate_up_proj.weight", "shared_mlp.down_proj.weight"]
 NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
 LATENT = ["fused_qkv_a_proj_with_mqa", "q_a_layernorm", "q_b_proj", "kv_b_proj", "o_proj", "kv_a_layernorm"]
@@ -37,6 +38,8 @@ PARAMETERS = {
     "DeepseekV3ForCausalLMNextN": ("deepseek_v3", [*AROUND, *of_layer("model.decoder", LATENT_NAMES, SIGMOID)]),
     "Glm4MoeForCausalLMNextN": ("glm4_moe", [*AROUND, *of_layer("model.decoder", GROUPED_NAMES, SIGMOID)]),
     "Glm4MoeLiteForCausalLMNextN": ("glm4_moe_lite", [*AROUND, *of_layer("model.decoder", LATENT_NAMES, SIGMOID)]),
+    "Qwen3_5ForCausalLMMTP": ("qwen3_5_moe", [*OUTSIDE, *of_layer("model.layers.0", GATED_NAMES, SOFTMAX)]),
+    "Qwen3_5ForCausalLMMTP, dense": ("qwen3_5", [*OUTSIDE, *of_layer("model.layers.0", GATED_NAMES, DENSE)]),
     "GlmMoeDsaForCausalLMNextN": (
         "glm_moe_dsa",
         [*AROUND, *of_layer("model.decoder", [*LATENT_NAMES, *INDEXER_NAMES], SIGMOID)],
@@ -44,12 +47,12 @@ PARAMETERS = {
     "HYV3ForCausalLMNextN": ("hy_v3", [*AROUND, *of_layer("model.decoder", UNBIASED_NAMES, HUNYUAN)]),
     "Qwen3NextForCausalLMMTP": ("qwen3_next", [*OUTSIDE, *of_layer("model.layers.0", GATED_NAMES, SOFTMAX)]),
 }
-"""Family, and parameters of the model's one layer, in srt/models of SGLang."""
+"""Class of a draft model -> family, and parameters of the model's one layer, in srt/models of SGLang."""
 
 
-@pytest.mark.parametrize("model_class", PARAMETERS)
-def test_a_draft_model_holds_what_a_resync_sends_to_it_and_nothing_else(model_class):
-    family, parameters = PARAMETERS[model_class]
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_a_draft_model_holds_what_a_resync_sends_to_it_and_nothing_else(case):
+    model_class, (family, parameters) = case.partition(",")[0], PARAMETERS[case]
     config = toy_config(family, ToySize(layers=4, mtp_layers=1)) | {"vocab_size": 128}
     held = SimpleNamespace(**config)
     slices = [

@@ -201,13 +201,68 @@ def test_the_hashes_of_qwen3_next_s_shards_add_up_to_the_fingerprints_of_whole_t
     assert engine_prints(ranks, shape) == {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
-def load_in_rows(monkeypatch, parameters, tensors, rank, world, groups):
+QWEN3_5 = SimpleNamespace(**{**vars(NEXT), "model_type": "qwen3_5_moe_text"})
+
+
+def qwen3_5_tensors():
+    """The same of Qwen3.5: a delta net's input in four tensors, its decay and the norm of its result in float32."""
+    delta, tensors = "model.layers.0.linear_attn.", next_tensors()
+    kept = {name: tensor for name, tensor in tensors.items() if "in_proj" not in name}
+    rows = {"qkv": 2 * KEYS + VALUES, "z": VALUES, "b": 8, "a": 8}
+    inputs = {f"{delta}in_proj_{name}.weight": torch.randn(size, HIDDEN).bfloat16() for name, size in rows.items()}
+    return kept | inputs | {delta + name: torch.randn(size) for name, size in (("A_log", 8), ("norm.weight", 3))}
+
+
+def qwen3_5_rank(tensors, rank, world):
+    """As SGLang's qwen3_5.py has it: the input's tensors kind by kind, in two parameters."""
+    delta = "model.layers.0.linear_attn."
+    kinds = tensors[delta + "in_proj_qkv.weight"].split([KEYS, KEYS, VALUES])
+
+    def shards(*whole):
+        return torch.cat([tensor.chunk(world)[rank] for tensor in whole])
+
+    return next_rank(next_tensors() | tensors, rank, world) | {
+        delta + "in_proj_qkvz.weight": shards(*kinds, tensors[delta + "in_proj_z.weight"]),
+        delta + "in_proj_ba.weight": shards(*(tensors[f"{delta}in_proj_{name}.weight"] for name in "ba")),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_hashes_of_qwen3_5_s_shards_add_up_to_the_fingerprints_of_whole_tensors(world):
+    tensors = qwen3_5_tensors()
+    shape = replace(EngineShape.of_config(QWEN3_5, world), vocab_size=16)
+    ranks = [qwen3_5_rank(tensors, rank, world) for rank in range(world)]
+    assert engine_prints(ranks, shape) == {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_so_do_those_of_the_scales_of_qwen3_5_in_block_fp8(world):
+    """Tiles of 2 rows: 4 rows of scales of queries, as many of keys, 12 of values and of gates."""
+    delta = "model.layers.0.linear_attn."
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(16, HIDDEN),
+        delta + "in_proj_qkv.weight_scale_inv": torch.randn(20, 4),
+        delta + "in_proj_z.weight_scale_inv": torch.randn(12, 4),
+    }
+    scales = [*tensors[delta + "in_proj_qkv.weight_scale_inv"].split([4, 4, 12]), tensors[[*tensors][2]]]
+    ranks = [
+        {
+            "model.embed_tokens.weight": tensors["model.embed_tokens.weight"].chunk(world)[rank],
+            delta + "in_proj_qkvz.weight_scale_inv": torch.cat([scale.chunk(world)[rank] for scale in scales]),
+        }
+        for rank in range(world)
+    ]
+    shape = replace(EngineShape.of_config(QWEN3_5, world), vocab_size=16, tile_rows=2)
+    assert engine_prints(ranks, shape) == {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def load_in_rows(monkeypatch, parameters, tensors, rank, world, groups, model=NEXT):
     """Two rows of each tensor at a time, into the parameters of one rank."""
     group = SimpleNamespace(rank_in_group=rank, world_size=world)
     parallel = SimpleNamespace(tp_group=group, moe_ep_size=1, attn_dp_size=groups)
     context = SimpleNamespace(get_parallel=lambda: parallel)
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
-    config = SimpleNamespace(**{**vars(NEXT), "vocab_size": 16})
+    config = SimpleNamespace(**{**vars(model), "vocab_size": 16})
     model = SimpleNamespace(config=config, named_parameters=parameters.items)
     for name, tensor in tensors.items():
         if tensor.ndim == 1:
@@ -225,6 +280,17 @@ def test_rows_of_qwen3_next_s_tensors_reach_every_shard_that_has_a_part_of_them(
         expected = {name: value for name, value in next_rank(next_tensors(), rank, world).items() if value.ndim > 1}
         found = {name: torch.zeros_like(value) for name, value in expected.items()}
         load_in_rows(monkeypatch, found, next_tensors(), rank, world, 1)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (rank, name)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_of_qwen3_5_s_tensors_reach_every_shard_that_has_a_part_of_them(monkeypatch, world):
+    for rank in range(world):
+        whole = qwen3_5_rank(qwen3_5_tensors(), rank, world)
+        expected = {name: value for name, value in whole.items() if value.ndim > 1}
+        found = {name: torch.zeros_like(value) for name, value in expected.items()}
+        load_in_rows(monkeypatch, found, qwen3_5_tensors(), rank, world, 1, QWEN3_5)
         for name, value in expected.items():
             assert torch.equal(found[name], value), (rank, name)
 

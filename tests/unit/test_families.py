@@ -88,12 +88,13 @@ def test_every_parameter_of_the_published_model_is_covered_exactly_once(name):
     assert len({spec.name for spec in specs}) == len(specs)
     assert {spec.name: spec.shape for spec in specs} == transformers_tensors(hf_config)
     wide = {spec.name for spec in specs if spec.dtype == "float32"}
-    assert wide == {name for name in transformers_tensors(hf_config) if is_float32(name)}
+    assert wide == {each for each in transformers_tensors(hf_config) if is_float32(each, name)}
     assert {spec.dtype for spec in specs if spec.name not in wide} == {"bfloat16"}
 
 
-def is_float32(name: str) -> bool:
-    return name.endswith(("e_score_correction_bias", "expert_bias", "block_sparse_moe.gate.weight"))
+def is_float32(tensor: str, model: str) -> bool:
+    of_delta_nets = (".linear_attn.A_log", ".linear_attn.norm.weight") if model.startswith("Qwen3.5") else ()
+    return tensor.endswith(("e_score_correction_bias", "expert_bias", "block_sparse_moe.gate.weight", *of_delta_nets))
 
 
 MTP_TENSORS = {
@@ -131,9 +132,11 @@ def test_with_tied_embeddings_the_mtp_layers_repeat_one_tensor_twice():
     assert {spec.name for spec in family_of(tied).hf_tensor_specs(tied, mtp=True)} == expected
 
 
-def test_qwen3_next_has_a_layer_for_multi_token_prediction_that_its_config_does_not_name():
-    """As published: a layer with attention and experts, without its own embedding and output layer."""
-    hf_config = {**published_config("Qwen3-Next-80B-A3B"), "num_experts": 16}
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Qwen3.5-27B", "Qwen3.5-35B-A3B"])
+def test_qwen3_next_and_3_5_have_a_layer_for_multi_token_prediction_like_one_with_attention(name):
+    """As published, without its own embedding and output layer; the config of Qwen3-Next does not name it."""
+    hf_config = published_config(name)
+    hf_config |= {"num_experts": 16} if "num_experts" in hf_config else {}
     family, hidden = family_of(hf_config), hf_config["hidden_size"]
     own = {"fc": (hidden, 2 * hidden)}
     own |= dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (hidden,))
@@ -147,9 +150,9 @@ def test_qwen3_next_has_a_layer_for_multi_token_prediction_that_its_config_does_
     assert family.megatron_config(hf_config).mtp_layers == 1
 
 
-def test_qwen3_next_s_layers_are_those_that_transformers_makes():
-    hf_config = published_config("Qwen3-Next-80B-A3B")
-    few = {**hf_config, "num_hidden_layers": 6, "num_experts": 4}
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"])
+def test_qwen3_next_s_and_3_5_s_layers_are_those_that_transformers_makes(name):
+    few = {**published_config(name), "num_hidden_layers": 6, "num_experts": 4}
     for change in ({}, {"full_attention_interval": 3}, {"layer_types": ["full_attention", *["linear_attention"] * 5]}):
         config = {**few, **change}
         kinds = AutoConfig.for_model(**config).layer_types
@@ -225,7 +228,7 @@ def test_a_tied_head_is_the_embedding_on_the_last_stage():
 
 
 def test_an_unknown_family_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"model_type 'gpt2' is not supported; known: .*qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match=r"model_type 'gpt2' is not supported; known: .*qwen3, .*qwen3_moe, "):
         family_of({"model_type": "gpt2"})
 
 

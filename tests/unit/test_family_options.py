@@ -38,7 +38,7 @@ def test_every_published_config_has_its_size_and_fields_that_transformers_knows(
         assert 0 < size.active_b <= size.total_b
         read = AutoConfig.for_model(**hf_config)
         kept = {key: value for key, value in hf_config.items() if not key.startswith("rope_") and key != "dtype"}
-        if name.startswith("Qwen3-Next"):
+        if name.startswith(("Qwen3-Next", "Qwen3.5")):
             del kept["full_attention_interval"]
         assert kept == {key: getattr(read, key) for key in kept}, name
         written = read.to_dict()
@@ -89,6 +89,14 @@ def test_llama_s_wavelengths_are_those_of_transformers(name):
         ("Qwen3-Next-80B-A3B", {"linear_num_value_heads": 24}, "24 is no multiple of linear_num_key_heads: 16"),
         ("Qwen3-Next-80B-A3B", {"num_nextn_predict_layers": 2}, "2 layers for multi-token prediction"),
         ("Qwen3-Next-80B-A3B", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ("Qwen3.5-27B", {"layer_types": ["full_attention"]}, "for qwen3_5_text: layer_types: .'full_attention'"),
+        ("Qwen3.5-27B", {"attn_output_gate": False}, "attn_output_gate: False"),
+        ("Qwen3.5-27B", {"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid'"),
+        ("Qwen3.5-27B", {"mtp_num_hidden_layers": 2}, "qwen3_5_text: 2 layers for multi-token prediction"),
+        ("Qwen3.5-35B-A3B", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings: True"),
+        ("Qwen3.5-35B-A3B", {"norm_topk_prob": False}, "norm_topk_prob: False"),
+        ("Qwen3.5-35B-A3B", {"mlp_only_layers": [1]}, "qwen3_5_moe_text: mlp_only_layers: .1."),
+        ("Qwen3.5-35B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step: 2"),
     ],
 )
 def test_what_no_rule_or_no_layer_of_megatron_covers_is_refused_with_its_value(name, change, message):
@@ -108,6 +116,24 @@ def test_a_qwen3_next_that_transformers_5_has_saved_is_served_once_it_has_the_ke
     half = AutoConfig.for_model(**{**released, "partial_rotary_factor": 0.5}).to_dict()
     del half["partial_rotary_factor"]
     assert unserved({**half, **added}) == message.format("partial_rotary_factor: 0.5")
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B"])
+def test_a_qwen3_5_that_transformers_5_has_saved_is_served_once_it_has_the_keys_of_the_released_ones(name):
+    released = {**published_config(name), "num_hidden_layers": 8, "output_gate_type": "swish"}
+    family, kind = family_of(released), released["model_type"]
+    assert family.megatron_config(released).transformer["linear_attention_freq"] == [1, 1, 1, 0] * 2
+    assert family.unserved(released) is None
+    message = f"SGLang reads neither layer_types nor the partial_rotary_factor of rope_parameters of a {kind}. Set "
+    saved = AutoConfig.for_model(**released).to_dict()
+    assert family.unserved(saved) == f"{message}full_attention_interval: 4 in config.json too."
+    assert family.unserved({**saved, "full_attention_interval": 4}) is None
+    half = {**released, "rope_parameters": {**released["rope_parameters"], "partial_rotary_factor": 0.5}}
+    assert family.unserved(half) == f"{message}partial_rotary_factor: 0.5 in config.json too."
+    assert family.unserved({**half, "partial_rotary_factor": 0.5}) is None
+    assert family.megatron_config(half).rotary_percent == 0.5
+    flat = {**released, "rope_parameters": None, "rope_theta": 1e7}
+    assert family.unserved(flat) == f"SGLang serves no {kind} without rope_parameters. Set them in config.json."
 
 
 def test_a_minimax_m2_says_what_sglang_would_leave_out():
@@ -134,6 +160,20 @@ def test_a_minimax_m2_says_what_sglang_would_leave_out():
             family.megatron_config({**released, name: value})
 
 
+def test_an_olmoe_is_served_with_the_values_that_sglang_has_written_in():
+    released = published_config("OLMoE-1B-7B-0924")
+    family = family_of(released)
+    assert family.unserved(released) is None
+    assert family.unserved({**released, "norm_topk_prob": True, "rms_norm_eps": 1e-6}) == (
+        'SGLang (srt/models/olmoe.py) has "norm_topk_prob": false, "rms_norm_eps": 1e-05 alone; '
+        'config.json has "norm_topk_prob": true, "rms_norm_eps": 1e-06.'
+    )
+    normalised = family.megatron_config({**released, "norm_topk_prob": True}).transformer
+    assert normalised["moe_router_pre_softmax"] is False
+    with pytest.raises(ValueError, match=re.escape("not supported for olmoe: clip_qkv: 8.0")):
+        family.megatron_config({**released, "clip_qkv": 8.0})
+
+
 def test_a_hy_v3_says_what_sglang_would_leave_out():
     released = {**published_config("Hy3"), "num_hidden_layers": 4}
     family = family_of(released)
@@ -148,7 +188,7 @@ def test_a_hy_v3_says_what_sglang_would_leave_out():
     )
     assert family.unserved({**saved, **needed}) is None
     assert family.megatron_config(saved).transformer["moe_layer_freq"] == [0, 0, 1, 1]
-    for name in ("qk_norm", "route_norm"):
+    for name in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
         with pytest.raises(ValueError, match=f"not supported for hy_v3: {name}: false"):
             family.megatron_config({**released, name: False})
 

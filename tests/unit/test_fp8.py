@@ -237,13 +237,14 @@ def test_a_config_says_what_it_was_read_from():
     assert BlockFp8.of_config({}) is None
 
 
-def test_of_a_delta_net_the_large_projections_alone_are_quantised():
-    hf_config = {**published_config("Qwen3-Next-80B-A3B"), "num_hidden_layers": 4, "num_experts": 4}
+@pytest.mark.parametrize(
+    ("name", "large"), [("Qwen3-Next-80B-A3B", ["in_proj_qkvz"]), ("Qwen3.5-35B-A3B", ["in_proj_qkv", "in_proj_z"])]
+)
+def test_of_a_delta_net_the_large_projections_alone_are_quantised(name, large):
+    hf_config = {**published_config(name), "num_hidden_layers": 4, "num_experts": 4}
     weight_map = family_of(hf_config).weight_map(hf_config)
     names = quantized_names(weight_map, BlockFp8(block=(128, 128), not_converted=()))
     layer = "model.layers.0.linear_attn."
-    assert {name for name in names if name.startswith(layer)} == {
-        f"{layer}in_proj_qkvz.weight", f"{layer}out_proj.weight",
-    }  # fmt: skip
+    assert {each for each in names if each.startswith(layer)} == {f"{layer}{x}.weight" for x in [*large, "out_proj"]}
     assert "model.layers.0.mlp.shared_expert.up_proj.weight" in names
     assert "model.layers.0.mlp.shared_expert_gate.weight" not in names

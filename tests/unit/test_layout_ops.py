@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from slimrl.models.layout_ops import DeltaNetInput, GateUp, GroupedQKV, Identity
+from slimrl.models.layout_ops import DeltaNetInput, DeltaNetParts, GateUp, GroupedQKV, Identity
 from slimrl.models.weight_map import Entry, HfTensor, Rule, Shard, WeightMap
 
 HIDDEN, GROUPS, QUERIES, DIM, WIDE = 12, 4, 3, 5, 8
@@ -35,7 +35,23 @@ DELTA_NET = Rule(
     op=DeltaNetInput(VALUES, KEY_DIM, VALUE_DIM),
     shard=Shard(dim=0),
 )
-CONV = Rule(megatron=("conv",), hf=(HfTensor(name="conv", shape=(32, 1, 3)),), shard=Shard(dim=0, sections=(8, 8, 16)))
+CONV = Rule(
+    megatron=("conv",),
+    hf=(HfTensor(name="conv", shape=(32, 1, 3), sections=(8, 8, 16)),),
+    op=DeltaNetParts((32,)),
+    shard=Shard(dim=0),
+)
+IN_PARTS = Rule(
+    megatron=("parts",),
+    hf=(
+        HfTensor(name="qkv", shape=(32, HIDDEN), sections=(8, 8, 16)),
+        HfTensor(name="z", shape=(16, HIDDEN)),
+        HfTensor(name="b", shape=(4, HIDDEN)),
+        HfTensor(name="a", shape=(4, HIDDEN)),
+    ),
+    op=DeltaNetParts((32, 16, 4, 4)),
+    shard=Shard(dim=0),
+)
 GATE_UP = Rule(
     megatron=("fc1",),
     hf=(HfTensor(name="gate", shape=(WIDE, HIDDEN)), HfTensor(name="up", shape=(WIDE, HIDDEN))),
@@ -63,7 +79,7 @@ def shards(rule: Rule, weights: dict[str, torch.Tensor], count: int) -> list[tor
 
 
 @pytest.mark.parametrize(
-    "rule", [QKV, GATED_QKV, DELTA_NET, CONV, GATE_UP, DOWN, EMBED], ids=lambda rule: rule.megatron[0]
+    "rule", [QKV, GATED_QKV, DELTA_NET, IN_PARTS, CONV, GATE_UP, DOWN, EMBED], ids=lambda rule: rule.megatron[0]
 )
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_shards_turn_back_into_the_tensors_they_came_from(rule, count):
@@ -106,6 +122,17 @@ def test_the_input_of_a_delta_net_holds_all_heads_of_a_kind_one_after_the_other(
             edges = [0, KEY_DIM, 2 * KEY_DIM, 2 * KEY_DIM + VALUES * VALUE_DIM, 2 * KEY_DIM + 2 * VALUES * VALUE_DIM]
             kinds = [qkvz[:, a:b] for a, b in pairwise(edges)] + [ba[:, :VALUES], ba[:, VALUES:]]
             assert torch.equal(shard, torch.cat([kind.reshape(-1, HIDDEN) for kind in kinds]))
+
+
+def test_a_rank_has_its_part_of_each_part_of_a_delta_net_s_input():
+    weights = random_weights(IN_PARTS)
+    query, key, value = weights["qkv"].split([8, 8, 16])
+    kinds = (query, key, value, weights["z"], weights["b"], weights["a"])
+    for index, shard in enumerate(shards(IN_PARTS, weights, 2)):
+        assert torch.equal(shard, torch.cat([kind.chunk(2)[index] for kind in kinds]))
+        back = IN_PARTS.op.groups(shard)
+        expected = [torch.cat([kind.chunk(2)[index] for kind in kinds[:3]]), *(k.chunk(2)[index] for k in kinds[3:])]
+        assert all(torch.equal(groups[0], part) for groups, part in zip(back, expected, strict=True))
 
 
 def test_every_section_of_a_convolution_is_sharded_by_itself():

@@ -16,7 +16,7 @@ from slimrl.toys.toy_configs import ToySize
 SIZE = ToySize(layers=2, hidden=32, heads=2, kv_heads=2, head_dim=16, experts=2, moe_intermediate=16)
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5", "qwen3_moe"])
 def toy(request, tmp_path_factory):
     from slimrl_tools.toy.toy import write_toy
 
@@ -65,7 +65,7 @@ def test_a_cache_of_states_that_sglang_has_on_gpus_alone_is_refused_without_one(
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
     monkeypatch.setattr(device, "attention_problem", lambda: None)
     said = (
-        f"rollout.sglang.{name}: {value}: SGLang caches no states of a qwen3_next so on a CPU. Leave it out, or set "
+        f"rollout.sglang.{name}: {value}: SGLang caches no states of a {toy.name} so on a CPU. Leave it out, or set "
         "rollout.sglang.disable_radix_cache."
     )
     monkeypatch.setattr(device, "device_type", lambda: "cuda")
@@ -73,7 +73,7 @@ def test_a_cache_of_states_that_sglang_has_on_gpus_alone_is_refused_without_one(
     monkeypatch.setattr(device, "device_type", lambda: "cpu")
     for command in EVERY_COMMAND:
         serves = command in ("train", "eval", "rollout", "resync bench")
-        assert problems(toy, command, sglang={name: value}) == [said] * (toy.name == "qwen3_next" and serves)
+        assert problems(toy, command, sglang={name: value}) == [said] * (toy.name != "qwen3_moe" and serves)
     assert problems(toy, "rollout", sglang={name: value}, devices=False) == []
     assert problems(toy, "rollout", sglang={name: value, "disable_radix_cache": True}) == []
     assert problems(toy, "rollout", sglang={name: allowed}) == []
@@ -87,14 +87,14 @@ def test_a_gpu_needs_the_kernels_to_train_and_not_to_serve(toy, monkeypatch):
     for kernels in (False, True):
         monkeypatch.setattr(device, "has_delta_net_kernels", lambda kernels=kernels: kernels)
         found = problems(toy, "train")
-        assert bool(found) == (toy.name == "qwen3_next" and not kernels)
+        assert bool(found) == (toy.name != "qwen3_moe" and not kernels)
         assert all("kernels of flash-linear-attention, which are not installed" in problem for problem in found)
         assert problems(toy, "rollout") == []
 
 
 def test_deterministic_training_is_refused_where_megatron_would_fail_in_it(toy, monkeypatch):
     """Without a GPU nothing has to be switched for it, but Megatron's own field can be set."""
-    delta_nets, said = toy.name == "qwen3_next", "deterministic mode has no packed sequences in gated delta nets."
+    delta_nets, said = toy.name != "qwen3_moe", "deterministic mode has no packed sequences in gated delta nets."
     for command in ("train --trajectories", "sft"):
         found = problems(toy, command, deterministic_mode=True)
         expected = f"trainer.megatron.deterministic_mode: megatron-core's {said} Leave it out."

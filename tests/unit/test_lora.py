@@ -25,7 +25,7 @@ from slimrl.models.hf_config import published_config, published_names
 from slimrl.models.peft_config import peft_config
 
 LORA = LoraConfig(rank=8)
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "qwen3_next")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "olmoe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def recipe(**lora) -> Recipe:

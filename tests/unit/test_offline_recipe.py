@@ -59,6 +59,16 @@ def test_what_a_start_would_not_find_is_refused_from_sources_and_the_config_alon
     assert refused(override) == [f"command line: {override.partition('=')[0]}: {message}"]
 
 
+@pytest.mark.parametrize(("model", "refused"), [("OLMoE-1B-7B-0924", True), ("GLM-4.7-Flash", False)])
+def test_groups_of_ranks_are_refused_where_sglang_shards_attention_over_all_of_them(model, refused):
+    positions = ("rollout.max_trajectory_tokens=512", "rollout.sampling.max_new_tokens=256", "steps=0")
+    grouped = (f"model.path=models/{model}", "rollout.engine_tp=2", "rollout.engine_attention_dp=2", *positions)
+    with pytest.raises(RecipeError) as caught:
+        read_offline(A3B, grouped, "eval")
+    said = "rollout.engine_attention_dp: 2: SGLang shards attention of olmoe over all ranks of an engine. Use 1."
+    assert (said in str(caught.value)) == refused
+
+
 def test_modules_that_are_not_here_are_noted_and_refused_with_the_files_alone():
     away = ["reward.function=somewhere.else:reward", "agent.tools=[nowhere:f]"]
     said = {

@@ -19,6 +19,7 @@ from slimrl.checkpoints.stacked_experts import StackedFolder
 from slimrl.config.problems import RecipeError
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models import offline_recipe
+from slimrl.models.families.mtp import num_mtp_layers
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import (
     BLOCK_FP8,
@@ -59,6 +60,7 @@ COUNTED = {
     "Hy3": 47_138,
     "Moonlight-16B-A3B": 5_317 + 27,
     "Llama-3-8B": 291,
+    "OLMoE-1B-7B-0924": 3_219,
 }
 """Tensors in all, as the sources of these indices count them."""
 
@@ -72,6 +74,7 @@ WHOLE_QWEN3_NEXT_FP8 = 151_479
 COUNTED_ELEMENTS = {
     "MiniMax-M2": 228_703_644_928,
     "GLM-4.7-Flash": 31_221_488_576,
+    "OLMoE-1B-7B-0924": 6_919_161_856,
     "gpt-oss-20b": 21_511_953_984,
     "gpt-oss-120b": 120_412_337_472,
     "gpt-oss-20b-BF16": 20_914_757_184,
@@ -134,7 +137,7 @@ def test_published_tensors_are_those_of_the_weight_map_in_name_shape_and_dtype(n
         # What engines and resyncs quantise is what is float8 in the files.
         assert reader.quantized == quantized_names(weight_map, fp8) & reader.specs.keys()
     has_mtp = check_tensors(reader, family_of(config), config)
-    assert has_mtp == bool(config.get("num_nextn_predict_layers") or name.startswith("Qwen3-Next"))
+    assert has_mtp == bool(num_mtp_layers(config, default=int(name.startswith("Qwen3-Next"))))
     expected = {
         each: (tensor.shape, tensor.dtype or "bfloat16")
         for tensor in weight_map.hf_tensors.values()

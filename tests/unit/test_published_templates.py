@@ -53,7 +53,7 @@ def test_which_templates_show_the_tools():
     silent = {key for key in MODELS if "add" not in (written(key, USER, tools=TOOLS[:2], generate=True) or "")}
     assert silent == {
         "deepseek_v3_2412", "deepseek_v3", "deepseek_r1", "r1_distill", "deepseek_v31", "deepseek_v31_think",
-        "moonlight", "llama3", "smollm2",
+        "moonlight", "llama3", "smollm2", "olmoe",
     }  # fmt: skip
 
 
@@ -123,6 +123,9 @@ ODDITIES = {
     "calls are dropped": (
         "llama3", (USER, said("so", tool_calls=[CALL])),
         f"[BOS]<|start_header_id|>user<|end_header_id|>\n\nq{LLAMA_TURN}so<|eot_id|>"),
+    "turns end with a line of their own behind the stop token": (
+        "olmoe", (USER, said("a", tool_calls=[CALL]), USER),
+        "[BOS]<|user|>\nq\n<|assistant|>\na[EOS]\n<|user|>\nq\n"),
     "arguments that are text become a text of JSON": (
         "qwen25", (USER, said(tool_calls=[TEXT_CALL])),
         "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
@@ -140,6 +143,15 @@ ODDITIES = {
         "qwen3_coder", (USER, said(tool_calls=[CALL])),
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<tool_call>\n<function=f>\n<parameter=x>\nTrue\n"
         "</parameter>\n</function>\n</tool_call><|im_end|>\n"),
+    "Qwen3.5 still does, behind a thought that was never thought": (
+        "qwen35", (USER, said(tool_calls=[CALL])),
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n<tool_call>\n<function=f>\n"
+        "<parameter=x>\nTrue\n</parameter>\n</function>\n</tool_call><|im_end|>\n"),
+    "Qwen3.6 spells it as JSON does": (
+        "qwen36", (USER, said("so", tool_calls=[CALL])),
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nso\n\n<tool_call>\n"
+        "<function=f>\n<parameter=x>\ntrue\n</parameter>\n</function>\n</tool_call><|im_end|>\n"),
+    "Qwen3.5 refuses a later system message": ("qwen35", (USER, {"role": "system", "content": "s"}), None),
     "a null answer is the word None": (
         "glm45", (USER, said(None)), "[gMASK]<sop><|user|>\nq<|assistant|>\n<think></think>\nNone"),
     "GLM-4.5 refuses arguments that are text": ("glm45", (USER, said(tool_calls=[TEXT_CALL])), None),

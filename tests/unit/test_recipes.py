@@ -26,6 +26,8 @@ LARGE = {
     "qwen3_moe/qwen3_30b_a3b": "Qwen3-30B-A3B",
     "qwen3_moe/qwen3_235b_a22b": "Qwen3-235B-A22B",
     "qwen3_next/qwen3_next_80b_a3b": "Qwen3-Next-80B-A3B",
+    "qwen3_5/qwen3_5_27b": "Qwen3.5-27B",
+    "qwen3_5_moe/qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
     "deepseek_v3/moonlight_16b_a3b": "Moonlight-16B-A3B",
     "deepseek_v3/deepseek_v3": "DeepSeek-V3",
     "deepseek_v3/kimi_k2": "Kimi-K2",
@@ -38,6 +40,7 @@ LARGE = {
     "minimax_m2/minimax_m2": "MiniMax-M2",
     "gpt_oss/gpt_oss_20b": "gpt-oss-20b",
     "gpt_oss/gpt_oss_120b": "gpt-oss-120b",
+    "olmoe/olmoe_1b_7b": "OLMoE-1B-7B-0924",
 }
 """Start of the recipe's name -> the published model."""
 

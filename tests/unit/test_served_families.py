@@ -48,8 +48,9 @@ def test_groups_of_ranks_are_refused_for_a_model_that_sglang_shards_over_all_of_
     for family in ("hy_v3", "minimax_m2"):
         write_toy(family, tmp_path / family, SIZE, 0)
     groups = {"engine_tp": 2, "engine_attention_dp": 2}
-    assert problems(tmp_path / "hy_v3", "train", **groups) == [
-        "rollout.engine_attention_dp: 2: SGLang shards attention of a hy_v3 over all ranks of an engine. Use 1."
-    ]
+    for command in ("train", "eval"):
+        assert problems(tmp_path / "hy_v3", command, **groups) == [
+            "rollout.engine_attention_dp: 2: SGLang shards attention of hy_v3 over all ranks of an engine. Use 1."
+        ]
     assert problems(tmp_path / "minimax_m2", "train", **groups) == []
     assert problems(tmp_path / "hy_v3", "sft", **groups) == []

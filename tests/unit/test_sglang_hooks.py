@@ -10,9 +10,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
 from slimrl import device
-from slimrl.engines.plugin import bucket_loader, dequantized_loading, hooks, norm_dtype, version_loader
+from slimrl.engines.plugin import bucket_loader, dequantized_loading, hooks, norm_dtype, olmoe_norms, version_loader
 from slimrl.engines.plugin.cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
 from slimrl.engines.plugin.cpu import install as install_stand_ins
 from slimrl.engines.plugin.cpu.attention_data_parallel import reduce_scatterv
@@ -271,6 +272,27 @@ def test_the_norm_of_a_delta_net_takes_the_dtype_of_the_engine_and_nothing_else_
     finally:
         torch.set_default_dtype(before)
     assert (norm.weight.dtype, decay.dtype) == (dtype, torch.float32)
+    norm_dtype.after_init_float32(None, SimpleNamespace(norm=norm, A_log=decay), "config", layer_id=3)
+    assert norm.weight.dtype is torch.float32
+
+
+def test_ranks_of_an_engine_norm_by_the_squares_of_all_their_heads(monkeypatch: pytest.MonkeyPatch):
+    """Two ranks with half of the channels each; the sum over ranks is given."""
+    torch.manual_seed(0)
+    x, theirs = torch.randn(5, 8), OlmoeRMSNorm(8, eps=1e-2)
+    theirs.weight.data.normal_()
+    squares = {"attn_tp_all_reduce": lambda mean: 2 * x.square().mean(-1, keepdim=True)}
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.dp_attention", SimpleNamespace(**squares))
+    for ranks, own in ((1, slice(8)), (2, slice(4)), (2, slice(4, 8))):
+        norm = SimpleNamespace(weight=theirs.weight.data[own], variance_epsilon=1e-2, attn_tp_size=ranks)
+        torch.testing.assert_close(olmoe_norms.forward(norm, x[:, own]), theirs(x).detach()[:, own])
+
+
+def test_olmoe_keeps_sglangs_norms_where_they_fit():
+    norms = {"q_norm": "theirs", "k_norm": "theirs"}
+    attention = SimpleNamespace(num_heads=4, total_num_heads=4, total_num_kv_heads=4, **norms)
+    olmoe_norms.after_init(None, attention)
+    assert (attention.q_norm, attention.k_norm) == ("theirs", "theirs")
 
 
 def test_messages_of_others_are_left_to_sglang(monkeypatch: pytest.MonkeyPatch):

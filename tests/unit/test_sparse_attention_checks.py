@@ -80,6 +80,8 @@ def test_layers_without_a_period_are_refused():
     config = {**CONFIG, "num_hidden_layers": 6, "indexer_types": ["full", "full", "shared", "full", "full", "shared"]}
     with pytest.raises(ValueError, match="not supported for glm_moe_dsa: indexer_types have no period"):
         family_of(config).megatron_config(config)
+    with pytest.raises(ValueError, match="5 indexer_types or index_topk_pattern for 6 layers"):
+        indexed_layers({**config, "indexer_types": config["indexer_types"][1:]})
 
 
 def test_settings_of_indexers_are_refused_for_a_model_that_has_none():

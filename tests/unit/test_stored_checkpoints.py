@@ -221,7 +221,7 @@ def test_a_tied_model_in_block_fp8_may_list_its_head(tmp_path):
     run("slice-layers", tmp_path / "fp8", tmp_path / "slice", "--layers", 1)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"])
 def test_experts_as_transformers_holds_them_are_told_with_what_to_do(tmp_path, family):
     write_toy(family, tmp_path / "toy", SIZE, 0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "toy")

@@ -35,6 +35,19 @@ def test_transformers_loads_the_toy_with_every_weight_and_its_chat_template(tmp_
     assert torch.isfinite(model(ids).logits).all()
 
 
+@pytest.mark.parametrize("family", TOYS)
+def test_every_norm_of_a_toy_multiplies_by_one(tmp_path, family):
+    write_toy(family, tmp_path / "toy", SMALL, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "toy")
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    assert norms
+    for norm in norms:
+        squares = norm(torch.randn(3, len(norm.weight))).square().mean(-1)
+        torch.testing.assert_close(squares, torch.ones(3), atol=1e-4, rtol=0)
+    gated = [module for module in model.modules() if type(module).__name__.endswith("RMSNormGated")]
+    assert all(torch.equal(norm.weight, torch.ones(len(norm.weight))) for norm in gated)
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "deepseek_v3"])
 def test_layers_for_multi_token_prediction_are_whole_and_repeat_the_embedding(tmp_path, family):
     write_toy(family, tmp_path / "toy", replace(SMALL, mtp_layers=1), seed=1)

@@ -219,7 +219,7 @@ def test_layers_for_multi_token_prediction_are_loaded_where_the_model_has_them(m
 def test_a_folder_written_by_the_schema_reads_back_as_the_same_tensors(tmp_path, family, settings, mtp):
     config = config_of(family)
     schema = shard_schema(config, **settings, mtp=mtp)
-    source = dict(random_tensors(family_of(config).weight_map(config, mtp=mtp), 1.0, 0))
+    source = dict(random_tensors(config, family_of(config).weight_map(config, mtp=mtp), 1.0, 0))
     dtypes = [torch.float32] * len(schema.weight_map.entries)
     files = {}
     for name, chunks in plan_distcp_files(schema, dtypes, 20_000).items():
@@ -331,7 +331,7 @@ def test_a_fake_world_leaves_nothing_behind():
 def test_an_export_carries_over_the_layers_that_are_not_trained_and_copies_of_those_that_are():
     config = config_of("glm4_moe")
     family = family_of(config)
-    everything = dict(random_tensors(family.weight_map(config, mtp=True), 1.0, 0))
+    everything = dict(random_tensors(config, family.weight_map(config, mtp=True), 1.0, 0))
     trained = family.weight_map(config).specs("bfloat16")
     now = {spec.name: everything[spec.name] + 1 for spec in trained}
     carried = UntrainedMtpTensors(Folder(everything), config, trained, "bfloat16")

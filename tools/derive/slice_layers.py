@@ -12,11 +12,10 @@ from slimrl.checkpoints.checkpoint_reader import read_whole
 from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.models.families.mtp import MTP_KEYS
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import BLOCKS_SUFFIX, SCALES_SUFFIX, read_hf_config, required
 from slimrl.quantization.fp8 import SCALE_SUFFIX
-
-MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 LAYER_COUNTS = ("first_k_dense_replace", "max_window_layers")
 """Keys of config.json that count layers from the first; at most the number of layers that are left."""

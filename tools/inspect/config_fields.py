@@ -5,9 +5,12 @@ from typing import Any
 
 from slimrl_tools.inspect.model_facts import STORAGE_KEYS
 
+from slimrl.models.families.mtp import MTP_KEYS
+
 IRRELEVANT_KEYS = frozenset(
     {
         *STORAGE_KEYS,
+        *MTP_KEYS,
         "_attn_implementation",
         "attention_dropout",
         "auto_map",
@@ -16,15 +19,20 @@ IRRELEVANT_KEYS = frozenset(
         "chunk_size_feed_forward",
         "decoder_start_token_id",
         "eos_token_id",
+        "enable_attention_fp32_softmax",
+        "enable_lm_head_fp32",
+        "enable_moe_fp32_combine",
         "ep_size",
         "forced_eos_token_id",
         "id2label",
         "initializer_range",
         "is_encoder_decoder",
         "label2id",
+        "mamba_ssm_dtype",
+        "mtp_transformer_layers",
+        "num_mtp_modules",
+        "use_mtp",
         "max_window_layers",
-        "num_mtp_layers",
-        "num_nextn_predict_layers",
         "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
@@ -37,10 +45,13 @@ IRRELEVANT_KEYS = frozenset(
     }
 )
 """Keys of config.json that do not change what the trainer builds: tokens, storage, dropout and losses of pretraining,
-layers for multi-token prediction, which it leaves out, and windows, which `use_sliding_window` turns on."""
+layers for multi-token prediction, which it leaves out, dtypes of an engine's computations, and windows, which
+`use_sliding_window` turns on."""
 
 
 REPEATED_KEYS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
+    "expert_hidden_dim": lambda config: [config.get("moe_intermediate_size")],
+    "full_attention_interval": lambda config: [1 + [*config["layer_types"], "full_attention"].index("full_attention")],
     "head_dim": lambda config: [config.get("qk_rope_head_dim")],
     "layer_types": lambda config: [["full_attention"] * config["num_hidden_layers"]],
     "num_key_value_heads": lambda config: [config["num_attention_heads"]],

@@ -42,7 +42,7 @@ def write_toy(family: str, out: Path, size: ToySize, seed: int, text: Path | Non
             "pad_token_id": tokenizer.pad_token_id,
         }
         weight_map = family_of(config).weight_map(config, mtp=True)
-        specs, tensors = weight_map.specs("float32"), random_tensors(weight_map, size.init_std, seed)
+        specs, tensors = weight_map.specs("float32"), random_tensors(config, weight_map, size.init_std, seed)
         write_safetensors(partial, stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors))
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(partial)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from slimrl.models.families.mtp import MTP_KEYS
 from slimrl.toys.toy_configs import TOYS as TOYS
 from slimrl.toys.toy_configs import ToySize as ToySize
 
@@ -14,16 +15,18 @@ def toy_config(family: str, size: ToySize) -> dict[str, Any]:
     """
     if family not in TOYS:
         raise ValueError(f"no toy of family {family!r}; known: {', '.join(TOYS)}")
-    if family == "qwen2" and size.hidden % (2 * size.heads):
-        raise ValueError(f"--hidden {size.hidden} does not divide into {size.heads} heads of an even size, for qwen2")
     config = TOYS[family](size)
+    if "head_dim" not in config and "kv_lora_rank" not in config and size.hidden % (2 * size.heads):
+        raise ValueError(
+            f"--hidden {size.hidden} does not divide into {size.heads} heads of an even size, for {family}"
+        )
     if size.heads % size.kv_heads:
         raise ValueError(f"--kv-heads {size.kv_heads} does not divide --heads {size.heads}")
     if size.experts_per_token > size.experts:
         raise ValueError(f"--experts-per-token {size.experts_per_token} is more than --experts {size.experts}")
     if size.head_dim % 2:
         raise ValueError(f"--head-dim {size.head_dim} is odd; rotary embeddings need pairs")
-    if "num_nextn_predict_layers" not in config and size.mtp_layers:
+    if not config.keys() & {*MTP_KEYS} and size.mtp_layers:
         raise ValueError(f"--mtp-layers {size.mtp_layers}: {family} has no layers for multi-token prediction")
     if family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3") and size.head_dim % 4:
         raise ValueError(f"--head-dim {size.head_dim}: {family} rotates half of them, in pairs; use a multiple of 4")

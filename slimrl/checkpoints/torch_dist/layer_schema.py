@@ -15,11 +15,9 @@ from typing import Any
 from slimrl.checkpoints.torch_dist.chunks import Chunk, ShardSchema
 from slimrl.config.alignment import round_up
 from slimrl.models.family import family_of
-from slimrl.models.layout_ops import DeltaNetInput, GateUp, InterleavedGateUp
 from slimrl.models.weight_map import Entry
 
 FUSED_NORM = ".layer_norm_weight"
-DELTA_NET_PARTS = (".query", ".key", ".value", ".z", ".beta", ".alpha")
 
 
 def layer_schema(
@@ -81,14 +79,7 @@ def _shard_chunks(index: int, entry: Entry, key: str, shard: int, count: int) ->
 
 def _parts(entry: Entry) -> dict[str, int]:
     """Suffix of the key -> rows of the stored tensor."""
-    op, shard, rows = entry.rule.op, entry.rule.shard, [tensor.shape[0] for tensor in entry.hf]
-    if isinstance(op, GateUp):
-        return dict(zip(("_w", "_v"), rows, strict=True))
-    if isinstance(op, InterleavedGateUp):
-        return dict.fromkeys(("_w", "_v"), rows[0] // 2)
-    if isinstance(op, DeltaNetInput):
-        sizes = [size for of_tensor in op.rows for size in of_tensor]
-        return {part: sum(rows) // sum(sizes) * size for part, size in zip(DELTA_NET_PARTS, sizes, strict=True)}
-    if shard and shard.sections:
-        return dict(zip(DELTA_NET_PARTS, shard.sections, strict=False))
-    return {"": shard.padded_size if shard and shard.padded_size else sum(rows)}
+    shard = entry.rule.shard
+    if shard and shard.padded_size:
+        return {"": shard.padded_size}
+    return entry.rule.op.stored_parts(entry.rule.hf)

@@ -3,9 +3,10 @@
 On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
 fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token that a
 pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of gated
-delta nets in the engine's precision (norm_dtype.py), derived weights of a draft model (draft_weights.py), the check of
-the run's key (key_check.py), the same for sockets between its processes (socket_keys.py), and no files of SGLang left
-in /dev/shm: they are unlinked early, or named so that slimrl removes them.
+delta nets in the engine's precision (norm_dtype.py), OLMoE's norms over the heads of all ranks (olmoe_norms.py),
+derived weights of a draft model (draft_weights.py), the check of the run's key (key_check.py), the same for sockets
+between its processes (socket_keys.py), and no files of SGLang left in /dev/shm: they are unlinked early, or named so
+that slimrl removes them.
 Without a GPU in addition: batched attention and experts, latent attention, norms and rotary embeddings in fewer
 operations, products with packed weights, gates, seeded sampling without a compiler, no pinning of host memory, no
 padding of heads, and sums that NCCL would scatter. No file of SGLang is changed.
@@ -35,15 +36,18 @@ _KEY_CHECK = "sglang.srt.utils.auth.add_api_key_middleware"
 _SOCKET = "zmq.sugar.socket.Socket"
 _QUEUE_READY = "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue.wait_until_ready"
 _DELTA_NET = "sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet"
+_DELTA_NET_3_5 = "sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet"
 _GLM_DRAFT = "sglang.srt.models.glm4_moe_lite_nextn.Glm4MoeLiteForCausalLMNextN"
 _HY_DRAFT = "sglang.srt.models.hunyuan_v3_nextn.HYV3ForCausalLMNextN"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _NORM = "sglang.srt.layers.layernorm.RMSNorm"
 _ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
 _GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
+_GATED_NORM_3_5 = "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm"
 _SHARED_EXPERT = "sglang.srt.models.qwen2_moe"
 _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+_OLMOE_ATTENTION = "sglang.srt.models.olmoe.OlmoeAttention"
 _MINIMAX_NORMS = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm"
 _GPT_OSS = "sglang.srt.models.gpt_oss.GptOss"
 _MODEL_ADJUSTMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
@@ -89,6 +93,7 @@ def hooks() -> list[Hook]:
         draft_weights,
         key_check,
         norm_dtype,
+        olmoe_norms,
         scheduler,
         socket_keys,
         spans,
@@ -105,6 +110,8 @@ def hooks() -> list[Hook]:
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
         (f"{_GPT_OSS}Model.__init__", "before", norm_dtype.before_gpt_oss),
+        (f"{_OLMOE_ATTENTION}.__init__", "after", olmoe_norms.after_init),
+        (f"{_DELTA_NET_3_5}.__init__", "after", norm_dtype.after_init_float32),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
         (f"{_GLM_DRAFT}.post_load_weights", "around", draft_weights.around_post_load),
         (f"{_SCHEDULER}.init_idle_sleeper", "after", scheduler.after_init_idle_sleeper),
@@ -165,6 +172,7 @@ def hooks() -> list[Hook]:
         (_LM_HEAD, "around", packed_linear.around_lm_head),
         *((f"{_UPDATER}.{method}", "before", packed_linear.before_update) for method in packed_linear.UPDATES),
         (f"{_GATED_NORM}.rms_norm_gated", "replace", gates.rms_norm_gated),
+        (f"{_GATED_NORM_3_5}.forward", "replace", gates.gated_norm),
         (f"{_SHARED_EXPERT}.fused_gate_sigmoid_mul_add", "replace", gates.fused_gate_sigmoid_mul_add),
         (f"{_SAMPLER}.multinomial_with_seed", "replace", seeded_sampling.multinomial_with_seed),
         (f"{_SAMPLER}.sampling_from_probs_torch", "replace", seeded_sampling.sampling_from_probs),

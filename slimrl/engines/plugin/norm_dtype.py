@@ -1,7 +1,9 @@
-"""Weights that SGLang makes in the dtype that config.json names have the dtype of the engine's other weights.
+"""The norm of a gated delta net has the dtype in which a trainer sends it, and gpt-oss that of its engine.
 
-An engine of another precision would round them to that, or hold what no fingerprint of the trainer's equals; of gpt-oss
-it would serve nothing.
+SGLang makes some weights in the dtype that config.json names, so that an engine of another precision would round them
+to it, or hold what no fingerprint of the trainer's equals: the norm of Qwen3-Next, and what is no expert's of gpt-oss,
+which such an engine would not serve. The norm of Qwen3.5 it makes in the engine's, and released files hold it in
+float32.
 """
 
 from typing import Any
@@ -19,3 +21,8 @@ def before_gpt_oss(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     import torch
 
     config.dtype = torch.get_default_dtype()
+
+
+def after_init_float32(result: None, net: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook of Qwen3_5GatedDeltaNet.__init__."""
+    net.norm.float()

@@ -60,7 +60,7 @@ def moe_config(hf_config: dict[str, Any]) -> dict[str, Any]:
         "moe_layer_freq": [int(layer >= num_dense) for layer in all_layers(hf_config)],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": float(required(hf_config, "routed_scaling_factor")),
+        "moe_router_topk_scaling_factor": float(required(hf_config, "routed_scaling_factor", "router_scaling_factor")),
         "moe_router_load_balancing_type": "none",
     }
     if _is_grouped(hf_config):
@@ -133,7 +133,11 @@ def _num_experts(hf_config: dict[str, Any]) -> int:
 
 
 def _shared_width(hf_config: dict[str, Any]) -> int:
-    return int(required(hf_config, "n_shared_experts")) * int(required(hf_config, "moe_intermediate_size"))
+    return _num_shared(hf_config) * int(required(hf_config, "moe_intermediate_size"))
+
+
+def _num_shared(hf_config: dict[str, Any]) -> int:
+    return int(required(hf_config, "n_shared_experts", "num_shared_experts"))
 
 
 def _is_grouped(hf_config: dict[str, Any]) -> bool:
@@ -150,7 +154,7 @@ def _refuse_variants(hf_config: dict[str, Any]) -> None:
         "topk_method": hf_config.get("topk_method", "noaux_tc") != "noaux_tc",
         "norm_topk_prob": not hf_config.get("norm_topk_prob", True),
         "num_experts_per_tok": topk < 2,
-        "n_shared_experts": int(required(hf_config, "n_shared_experts")) < 1,
+        "n_shared_experts": _num_shared(hf_config) < 1,
         "topk_group": _is_grouped(hf_config) and topk // chosen != SCORED_EXPERTS_PER_GROUP,
         "moe_layer_freq": (hf_config.get("moe_layer_freq") or 1) != 1,
     }

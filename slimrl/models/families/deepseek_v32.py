@@ -40,9 +40,15 @@ def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None, *, mtp:
 
 
 def indexed_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """Indices of the layers that have an indexer."""
+    """Indices of the layers that have an indexer.
+
+    Raises:
+        ValueError: `indexer_types` or `index_topk_pattern` have not one value for each layer.
+    """
     layers = all_layers(hf_config)
     kinds = hf_config.get("indexer_types") or hf_config.get("index_topk_pattern")
+    if kinds and len(kinds) != len(layers):
+        raise ValueError(f"config.json: {len(kinds)} indexer_types or index_topk_pattern for {len(layers)} layers")
     if kinds:
         return tuple(layer for layer in layers if kinds[layer] in ("full", "F"))
     period, offset = hf_config.get("index_topk_freq") or 1, hf_config.get("index_skip_topk_offset")

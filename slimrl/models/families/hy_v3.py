@@ -19,26 +19,22 @@ NAMES = MoeNames(
     mtp_norm="final_layernorm",
     mtp_copies=False,
 )
-KEYS = {
-    "num_shared_experts": "n_shared_experts",
-    "router_scaling_factor": "routed_scaling_factor",
-    "route_norm": "norm_topk_prob",
-}
-"""Keys of its config.json -> those of DeepSeek-V3's"""
+ALWAYS_TRUE = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
+"""Keys of released configs that other values would make another model."""
 
 
 def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
     """Raises ValueError for routers that Megatron does not have, or attention without norms of queries and keys."""
-    if wrong := [f"{name}: false" for name in ("qk_norm", "route_norm") if not hf_config.get(name, True)]:
+    if wrong := [f"{name}: false" for name in ALWAYS_TRUE if not hf_config.get(name, True)]:
         raise ValueError(f"config.json: not supported for hy_v3: {', '.join(wrong)}")
     return grouped_query_config(
-        hf_config, qk_layernorm=True, mtp_layers=num_mtp_layers(hf_config), **moe_config(_as_deepseek(hf_config))
+        hf_config, qk_layernorm=True, mtp_layers=num_mtp_layers(hf_config), **moe_config(hf_config)
     )
 
 
 def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None, *, mtp: bool = False) -> WeightMap:
     return moe_weight_map(
-        _as_deepseek(hf_config),
+        hf_config,
         padded_vocab_size,
         lambda prefix: attention_rules(hf_config, prefix, bias=False, qk_norm=True),
         names=NAMES,
@@ -54,10 +50,6 @@ def unserved(hf_config: dict[str, Any]) -> str | None:
 
 def draft_layer_name(name: str, config: Any) -> str:
     return numbered_layer_name(name, config).replace(".shared_head.norm.", ".final_layernorm.")
-
-
-def _as_deepseek(hf_config: dict[str, Any]) -> dict[str, Any]:
-    return {KEYS.get(name, name): value for name, value in hf_config.items()}
 
 
 def _router(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:

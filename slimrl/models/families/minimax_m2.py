@@ -4,13 +4,12 @@ Queries are normalised over all heads together, and keys too. Experts have the n
 layers for multi-token prediction, though config.json tells of some.
 """
 
-import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from slimrl.models.engine_rules import SUFFIX, down, gate_up
-from slimrl.models.engine_slice import EngineRule, EngineShape, EngineSlice
+from slimrl.models.engine_rules import NORM_OVER_HEADS, SUFFIX, down, gate_up
+from slimrl.models.engine_slice import EngineRule
 from slimrl.models.families.rules import (
     all_layers,
     attention_rules,
@@ -92,14 +91,8 @@ def _refuse_variants(hf_config: dict[str, Any]) -> None:
         raise ValueError(f"config.json: not supported for minimax_m2: {given}")
 
 
-def _norm_over_heads(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
-    """Each rank holds the part of its own heads."""
-    replicas = 1 if match[1] == "q" else max(1, shape.attention_ranks // shape.num_kv_heads)
-    return [EngineSlice(hf_name=match.group(), shard_dim=0, replicas=replicas)]
-
-
 ENGINE_RULES = (
-    EngineRule(pattern=r".+\.self_attn\.([qk])_norm\.weight", slices=_norm_over_heads, attention=True),
+    NORM_OVER_HEADS,
     EngineRule(pattern=rf"(.+\.experts)\.w13_{SUFFIX}", slices=partial(gate_up, names=MATRICES[:2])),
     EngineRule(pattern=rf"(.+\.experts)\.w2_{SUFFIX}", slices=partial(down, name=MATRICES[2])),
 )

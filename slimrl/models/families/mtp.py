@@ -15,6 +15,9 @@ from slimrl.models.families.rules import LayerPrefix
 from slimrl.models.hf_config import required
 from slimrl.models.weight_map import HfTensor, Rule, Shard
 
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Keys of config.json with the number of these layers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel:
@@ -33,7 +36,7 @@ def numbered_layer_name(name: str, config: Any) -> str:
 def num_mtp_layers(hf_config: dict[str, Any], default: int = 0) -> int:
     """Number of MTP layers as the config says, or `default` if it says nothing; the checkpoint may lack them all the
     same."""
-    given = (hf_config.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers"))
+    given = map(hf_config.get, MTP_KEYS)
     return next((int(number) for number in given if number is not None), default)
 
 

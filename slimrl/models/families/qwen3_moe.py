@@ -42,17 +42,24 @@ def weight_map(hf_config: dict[str, Any], padded_vocab_size: int | None) -> Weig
     )
 
 
-def experts_config(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig for the experts and their router."""
+def experts_config(
+    hf_config: dict[str, Any], *, normalised: bool = False, width: str = "moe_intermediate_size"
+) -> dict[str, Any]:
+    """Keyword arguments of Megatron's TransformerConfig for the experts and their router.
+
+    Args:
+        normalised: the chosen experts' weights add up to 1 in every model of the family; else the config says it.
+        width: key of an expert's intermediate size.
+    """
     sparse = set(sparse_layers(hf_config))
     return {
         "num_moe_experts": num_experts(hf_config),
         "moe_router_topk": int(required(hf_config, "num_experts_per_tok")),
-        "moe_ffn_hidden_size": int(required(hf_config, "moe_intermediate_size")),
+        "moe_ffn_hidden_size": int(required(hf_config, width)),
         "moe_layer_freq": [int(layer in sparse) for layer in all_layers(hf_config)],
         "moe_router_score_function": "softmax",
         # A softmax over the chosen experts' logits gives the same as normalised probabilities.
-        "moe_router_pre_softmax": not required(hf_config, "norm_topk_prob"),
+        "moe_router_pre_softmax": not (normalised or required(hf_config, "norm_topk_prob")),
         "moe_router_load_balancing_type": "none",
     }
 

@@ -95,10 +95,10 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
         return BoundedParser(name, schemas or [])
     if not schemas:
         return BoundedParser(name, []) if name else NoCalls()
-    candidates = (name,) if name else _family_parsers(folder)
     written = _written_call(chat)
     if PROBE_TOOL["function"]["name"] not in written:
         raise ValueError("the chat template writes no tool calls; name another in model.chat_template, or no tools")
+    candidates = (name,) if name else _family_parsers(folder)
     for candidate in candidates:
         calls = make_parser(candidate, [PROBE_TOOL]).parse(written).calls
         if len(calls) == 1 and isinstance(calls[0], ToolCall):
@@ -109,9 +109,12 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
 
 def _family_parsers(folder: Path) -> tuple[str, ...]:
     try:
-        return family_of(read_hf_config(folder)).call_parsers
+        family = family_of(read_hf_config(folder))
     except ValueError as error:
         raise ValueError(f"no parser can be chosen for this model; name one: {error}") from error
+    if not family.call_parsers:
+        raise ValueError(f"no parser is known for models of {family.name}; name that of the template's calls")
+    return family.call_parsers
 
 
 def _written_call(chat: ChatFormat) -> str:

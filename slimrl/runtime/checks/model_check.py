@@ -55,18 +55,13 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
         problems += _speculation_problems(loaded, mtp_layers=layers, devices=devices)
         if wrong := family_of(hf_config).unserved(hf_config):
             problems.append(loaded.problem("model.path", wrong))
-        groups, shared = loaded.recipe.rollout.engine_attention_dp, family_of(hf_config).attention_groups
-        if groups > 1 and not shared:
-            text = (
-                f"{groups}: SGLang shards attention of a {hf_config['model_type']} over all ranks of an engine. Use 1."
-            )
-            problems.append(loaded.problem("rollout.engine_attention_dp", text))
     if family_of(hf_config).linear_attention:
         problems += _delta_net_problems(loaded)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
     problems += sparse_attention_problems(loaded, hf_config, devices=devices)
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
+    problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
     if trains(loaded.command):
         megatron = loaded.recipe.model.megatron
         if megatron:
@@ -74,7 +69,6 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
                 check_architecture(weights_folder(Path(megatron)), architecture_of(hf_config))
             except ValueError as error:
                 problems.append(loaded.problem("model.megatron", str(error)))
-        problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         if loaded.recipe.trainer.mtp.train and not has_mtp and family_of(hf_config).has_mtp:
             lacks = f"true, but {path} has no tensors of the layers for multi-token prediction. Use false."
             problems.append(loaded.problem("trainer.mtp.train", lacks))

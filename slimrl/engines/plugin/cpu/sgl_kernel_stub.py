@@ -2,8 +2,8 @@
 
 SGLang's CPU platform imports a few functions from it by name and reaches the optimised kernels through
 torch.ops.sgl_kernel. Those for which it has torch code of its own do not exist here, so that it takes that code.
-Given are one function that every model needs, and the kernels of gated delta nets (delta_rule.py,
-short_convolution.py). The others belong to speculative decoding and cache transfers.
+Given are one function that every model needs, the kernels of gated delta nets (delta_rule.py, short_convolution.py),
+and those that Qwen3.5 has in addition (gates.py). The others belong to speculative decoding and cache transfers.
 """
 
 import sys
@@ -12,7 +12,7 @@ import types
 import torch
 from torch import Tensor
 
-from slimrl.engines.plugin.cpu import delta_rule, short_convolution
+from slimrl.engines.plugin.cpu import delta_rule, gates, short_convolution
 from slimrl.engines.plugin.cpu.mock import enter, unavailable
 
 _REFUSED = (
@@ -66,5 +66,10 @@ def install() -> bool:
     vars(torch.ops.sgl_kernel).update(
         fused_gdn_gating_cpu=delta_rule.gating,
         fused_sigmoid_gating_delta_rule_update_cpu=delta_rule.sigmoid_gating_delta_rule_update,
+        fused_sigmoid_mul_cpu=gates.fused_sigmoid_mul,
+        # For attention without a gate, which no model of a known family has.
+        fused_qk_gemma_rmsnorm_cpu=unavailable("fused_qk_gemma_rmsnorm_cpu"),
+        fused_qk_gemma_rmsnorm_with_gate_cpu=gates.fused_qk_gemma_rmsnorm_with_gate,
+        fused_qkvzba_split_reshape_cat_contiguous_cpu=gates.fused_qkvzba_split_reshape_cat_contiguous,
     )
     return True
