@@ -17,7 +17,7 @@ from small_models import CONFIGS
 
 from slimrl.models.family import FAMILIES
 from slimrl.models.hf_config import published_model
-from slimrl.models.published_index import index_names, is_stored_in_fp8
+from slimrl.models.published_index import index_names, is_stored_in
 
 NAMES = {model_type: family.name for family in FAMILIES for model_type in family.model_types}
 """model_type -> family"""
@@ -59,7 +59,7 @@ def _model_type(case: str) -> str:
 def _published_in_fp8() -> list[str]:
     from test_published_models import config_of
 
-    stored = [name for name in index_names() if is_stored_in_fp8(name) and published_model(name)]
+    stored = [name for name in index_names() if is_stored_in(name, "F8_E4M3") and published_model(name)]
     return [NAMES[config_of(name)["model_type"]] for name in stored]
 
 
