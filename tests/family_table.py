@@ -18,9 +18,13 @@ from small_models import CONFIGS
 from slimrl.models.family import FAMILIES
 from slimrl.models.hf_config import published_model
 from slimrl.models.published_index import index_names, is_stored_in
+from slimrl.toys.wrapped_toys import WRAPPED_TOYS
 
 NAMES = {model_type: family.name for family in FAMILIES for model_type in family.model_types}
 """model_type -> family"""
+
+
+WRAPPED = set(WRAPPED_TOYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,8 @@ def _first(value: Any) -> Any:
 
 
 def of_tests(module: str, function: str) -> Callable[[], list[str]]:
-    """The families of a test whose cases are families, or small models of them."""
-    return lambda: [NAMES.get(_model_type(case), case) for case in cases(module, function)]
+    """The families of a test whose cases are families, or small models of them; wrapped models are of none."""
+    return lambda: [NAMES.get(_model_type(case), case) for case in cases(module, function) if case not in WRAPPED]
 
 
 def _model_type(case: str) -> str:

@@ -22,6 +22,7 @@ PUBLISHED_SIZES = {
     "GLM-5": PublishedSize(744, 40),
     "Hy3": PublishedSize(295, 21),
     "Kimi-K2": PublishedSize(1000, 32),
+    "Kimi-K2.5": PublishedSize(1000, 32),
     "Llama-3-8B": PublishedSize(8.03, 8.03),
     "Llama-3.1-8B": PublishedSize(8.03, 8.03),
     "Llama-3.2-1B": PublishedSize(1.23, 1.23),
@@ -40,6 +41,8 @@ PUBLISHED_SIZES = {
     "Qwen3-4B": PublishedSize(4.0, 4.0),
     "Qwen3-8B": PublishedSize(8.2, 8.2),
     "Qwen3-Next-80B-A3B": PublishedSize(80, 3),
+    "Qwen3-VL-30B-A3B": PublishedSize(30.5, 3.3),
+    "Qwen3-VL-8B": PublishedSize(8.2, 8.2),
     "Qwen3.5-27B": PublishedSize(27, 27),
     "Qwen3.5-35B-A3B": PublishedSize(35, 3),
 }

@@ -15,7 +15,7 @@ from slimrl_tools.inspect.commands_diff_config import diff_config
 from slimrl_tools.inspect.commands_inspect import inspect
 from slimrl_tools.prepare.commands_prepare import prepare
 from slimrl_tools.toy.commands_data import add_data_commands
-from slimrl_tools.toy.toy_configs import TOYS, ToySize, toy_config
+from slimrl_tools.toy.toy_configs import ALL_TOYS, ToySize, toy_config
 from slimrl_tools.verify.commands_verify import verify
 
 app = typer.Typer(
@@ -30,7 +30,7 @@ add_data_commands(app)
 
 @app.command()
 def toy(
-    family: Annotated[str, typer.Argument(help=f"One of {', '.join(TOYS)}.")],
+    family: Annotated[str, typer.Argument(help=f"One of {', '.join(ALL_TOYS)}.")],
     out: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
     seed: Seed = 0,
     layers: Annotated[int, count("Layers.")] = ToySize.layers,

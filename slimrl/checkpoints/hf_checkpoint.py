@@ -1,4 +1,4 @@
-"""Opens a Hugging Face checkpoint folder, with plain weights, in block FP8 or in MXFP4."""
+"""Opens a Hugging Face checkpoint folder, with plain weights, in block FP8, in packed INT4 or in MXFP4."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,25 @@ import torch
 from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, block_rows
+from slimrl.checkpoints.int4_reader import Int4Reader
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.stacked_experts import StackedFolder
+from slimrl.checkpoints.wrapped_folder import WrappedFolder
 from slimrl.config.hf_config import stacks_experts
+from slimrl.config.wrapper import wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import dtype_name, is_mxfp4, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
 from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize
+from slimrl.quantization.int4 import PackedInt4
 
 PLAIN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 """Dtypes of weights that are not quantised."""
+
+
+StoredFolder = SafetensorsFolder | WrappedFolder
 
 
 def is_block_fp8(path: Path) -> bool:
@@ -28,7 +35,14 @@ def is_block_fp8(path: Path) -> bool:
         ValueError: the config.json is broken, or the kind of quantisation is not supported.
     """
     config = read_hf_config(path)
-    return not is_mxfp4(config) and BlockFp8.of_config(config) is not None
+    if is_mxfp4(config):
+        return False
+    return PackedInt4.of_config(config) is None and BlockFp8.of_config(config) is not None
+
+
+def is_packed_int4(path: Path) -> bool:
+    """Whether a folder's config.json says that its weights are in packed INT4. Raises as `is_block_fp8`."""
+    return PackedInt4.of_config(read_hf_config(path)) is not None
 
 
 def open_hf_checkpoint(path: Path, dtype: str | None = None) -> CheckpointReader:
@@ -42,13 +56,28 @@ def open_hf_checkpoint(path: Path, dtype: str | None = None) -> CheckpointReader
     """
     config = read_hf_config(path)
     folder = open_stored(path)
+    return dequantizing(folder, config, dtype) or folder
+
+
+def dequantizing(
+    folder: StoredFolder, hf_config: dict[str, Any], dtype: str | None
+) -> "DequantizingReader | Int4Reader | StackedFolder | None":
+    """A reader of a quantised checkpoint's plain weights; None if it is not quantised.
+
+    Raises:
+        ValueError: the kind of quantisation is not supported, or the tensors are not of it.
+    """
+    given = dtype or dtype_name(hf_config)
     try:
-        if weight_map := _stacking_map(config):
-            return StackedFolder(folder, weight_map, dtype or dtype_name(config))
-        fp8 = BlockFp8.of_config(config)
+        if weight_map := _stacking_map(hf_config):
+            assert isinstance(folder, SafetensorsFolder), "no wrapped model has such experts"
+            return StackedFolder(folder, weight_map, given)
+        if int4 := PackedInt4.of_config(hf_config):
+            return Int4Reader(folder, int4, given)
+        fp8 = BlockFp8.of_config(hf_config)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return folder if fp8 is None else DequantizingReader(folder, fp8, dtype or dtype_name(config))
+        raise ValueError(f"{folder.path}: {error}") from error
+    return None if fp8 is None else DequantizingReader(folder, fp8, given)
 
 
 def _stacking_map(hf_config: dict[str, Any]) -> WeightMap | None:
@@ -58,17 +87,17 @@ def _stacking_map(hf_config: dict[str, Any]) -> WeightMap | None:
     return family_of(hf_config).weight_map(hf_config)
 
 
-def open_stored(path: Path) -> SafetensorsFolder:
-    """The weights as they are stored, without the tensors that `left_out` names.
+def open_stored(path: Path) -> StoredFolder:
+    """The weights as they are stored, without the tensors that `left_out` names; of a wrapped model the text model's.
 
     Reads the headers, and of a tied model that stores its head the head and the embedding.
 
     Raises:
-        ValueError: the folder or its config.json is broken; the head of a tied model is not its embedding; or
-            config.json has a quantization_config and the weights are plain.
+        ValueError: the folder or its config.json is broken; the head of a tied model is not its embedding;
+            config.json has a quantization_config and the weights are plain; or a wrapped model is in block FP8.
     """
-    folder = SafetensorsFolder(path)
     config = read_hf_config(path)
+    folder = _open_folder(path, config)
     _refuse_plain_weights(folder, config)
     reasons = left_out(folder.specs, config)
     if HEAD in reasons and not _equal(folder, HEAD, EMBEDDING):
@@ -78,6 +107,11 @@ def open_stored(path: Path) -> SafetensorsFolder:
         )
     folder.leave_out(reasons)
     return folder
+
+
+def form_of(reader: CheckpointReader) -> CheckpointReader:
+    """The folder as it is stored that `open_hf_checkpoint` reads."""
+    return reader.folder if isinstance(reader, DequantizingReader | Int4Reader) else reader
 
 
 def left_out_note(reader: CheckpointReader) -> str | None:
@@ -90,7 +124,7 @@ def left_out_note(reader: CheckpointReader) -> str | None:
     return f"{reader.path}: {names[0]}{others} left out, which no model reads ({reasons})"
 
 
-def _refuse_plain_weights(folder: SafetensorsFolder, hf_config: dict[str, Any]) -> None:
+def _refuse_plain_weights(folder: StoredFolder, hf_config: dict[str, Any]) -> None:
     """Raises ValueError for a cast of a quantised model that kept the quantised one's config.json."""
     given = hf_config.get("quantization_config")
     dtypes = {spec.dtype for spec in folder.specs.values()}
@@ -103,7 +137,16 @@ def _refuse_plain_weights(folder: SafetensorsFolder, hf_config: dict[str, Any]) 
         )
 
 
-def _equal(folder: SafetensorsFolder, name: str, other: str) -> bool:
+def _open_folder(path: Path, hf_config: dict[str, Any]) -> StoredFolder:
+    wrapper = wrapper_of(hf_config)
+    if wrapper is None:
+        return SafetensorsFolder(path)
+    if (hf_config.get("quantization_config") or {}).get("quant_method") == "fp8":
+        raise ValueError(f"{path}: a {wrapper.model_type} in block FP8 is not supported; take the plain checkpoint")
+    return WrappedFolder(SafetensorsFolder(path), hf_config)
+
+
+def _equal(folder: StoredFolder, name: str, other: str) -> bool:
     """Whether two tensors have the same shape and the same bits in float32, those of NaN included."""
     shape = folder.specs[name].shape
     if folder.specs[other].shape != shape:
@@ -125,8 +168,8 @@ class DequantizingReader(CheckpointReader):
         ValueError: scales without a matrix or a matrix without scales, or of shapes that do not fit together.
     """
 
-    def __init__(self, folder: SafetensorsFolder, fp8: BlockFp8, dtype: str) -> None:
-        self.path, self._folder, self._fp8, self._dtype = folder.path, folder, fp8, dtype
+    def __init__(self, folder: StoredFolder, fp8: BlockFp8, dtype: str) -> None:
+        self.path, self.folder, self._fp8, self._dtype = folder.path, folder, fp8, dtype
         self.left_out = folder.left_out
         self.quantized = frozenset(name for name, spec in folder.specs.items() if spec.dtype == FP8_DTYPE)
         """Names of the tensors that are float8 on disk."""
@@ -145,13 +188,13 @@ class DequantizingReader(CheckpointReader):
             ValueError: the matrix holds NaN, or the file has become shorter.
         """
         if name not in self.quantized:
-            return self._folder.read(name, slices)
+            return self.folder.read(name, slices)
         block = self._fp8.block
         tiles = tuple(
             slice(part.start // size, -(-part.stop // size)) for part, size in zip(slices, block, strict=True)
         )
-        weight_MN = self._folder.read(name, slices)
-        scale_RC = self._folder.read(name + SCALE_SUFFIX, tiles)
+        weight_MN = self.folder.read(name, slices)
+        scale_RC = self.folder.read(name + SCALE_SUFFIX, tiles)
         offset = (slices[0].start % block[0], slices[1].start % block[1])
         try:
             return dequantize(weight_MN, scale_RC, getattr(torch, self._dtype), block, offset)
@@ -159,10 +202,10 @@ class DequantizingReader(CheckpointReader):
             raise ValueError(f"{self.path}: {name}: {error}") from error
 
     def close(self) -> None:
-        self._folder.close()
+        self.folder.close()
 
     def _check(self, scales: set[str]) -> None:
-        specs = self._folder.specs
+        specs = self.folder.specs
         problems = [
             f"{name}: no float8 tensor has these scales"
             for name in scales

@@ -1,12 +1,28 @@
 """The config.json of a Hugging Face checkpoint folder and the sizes in it, read without torch."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slimrl.config.wrapper import stored_config, text_config
+
 
 def read_hf_config(model_path: Path) -> dict[str, Any]:
-    """The checkpoint folder's config.json.
+    """The checkpoint folder's config.json; of a wrapped model that of its text model, see wrapper.py.
+
+    Raises:
+        ValueError: there is none, it is not a JSON object, or it wraps a text model that is not supported.
+    """
+    config = read_stored_config(model_path)
+    try:
+        return text_config(config)
+    except ValueError as error:
+        raise ValueError(f"{model_path}: {error}") from error
+
+
+def read_stored_config(model_path: Path) -> dict[str, Any]:
+    """The checkpoint folder's config.json as it is.
 
     Raises:
         ValueError: there is none, or it is not a JSON object.
@@ -22,6 +38,11 @@ def read_hf_config(model_path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: holds a {type(config).__name__}, not an object")
     return config
+
+
+def write_hf_config(folder: Path, hf_config: Mapping[str, Any]) -> None:
+    """Write config.json, of a wrapped model in its whole form."""
+    (folder / "config.json").write_text(json.dumps(stored_config(hf_config), indent=2) + "\n")
 
 
 EXPERTS_WITH_BIASES = STACKED_EXPERTS = ("gpt_oss",)

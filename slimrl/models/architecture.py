@@ -1,16 +1,20 @@
 """What a training checkpoint says of its model, compared with the model that loads it. Torch-free."""
 
 import json
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
 from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema.trainer import LoraConfig
 from slimrl.models.family import family_of
+from slimrl.models.megatron_config import MegatronModelConfig
 
 FACTS_FILE = "checkpoint.json"
 """File of a training checkpoint with its `architecture` and the `layout` that saved it."""
+
+ADDED_FACTS = {one.name: one.default for one in fields(MegatronModelConfig) if one.default is not MISSING}
+"""Facts of an architecture that a checkpoint may lack because it was saved before there were such, and what it was."""
 
 HF_SUBFOLDER = "hf"
 """Subfolder of a training checkpoint with config.json and tokenizer of its model."""
@@ -51,7 +55,8 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 def check_architecture(directory: Path, current: dict[str, Any]) -> None:
     """Raises ValueError naming every difference between `current` and the architecture of the checkpoint."""
-    saved = read_facts(directory)["architecture"]
+    saved = {name: value for name, value in ADDED_FACTS.items() if name in current}
+    saved |= read_facts(directory)["architecture"]
     missing = object()
     different = [name for name in sorted({*saved, *current}) if saved.get(name, missing) != current.get(name, missing)]
     if different:

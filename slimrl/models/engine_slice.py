@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slimrl.config.wrapper import family_type
 from slimrl.models.hf_config import FP8_BLOCK
 
 if TYPE_CHECKING:
@@ -48,7 +49,12 @@ class EngineShape:
     def of_config(
         cls, config: Any, tensor_parallel: int, expert_parallel: int = 1, attention_data_parallel: int = 1
     ) -> "EngineShape":
-        """The shape that a Hugging Face config gives; families name the number of experts differently."""
+        """The shape that a Hugging Face config gives; families name the number of experts differently.
+
+        Args:
+            config: of the model, or of one that wraps it.
+        """
+        config = getattr(config, "text_config", None) or config
 
         def first(*names: str) -> int:
             return next((value for name in names if (value := getattr(config, name, None))), 0)
@@ -60,7 +66,7 @@ class EngineShape:
         keys = first("linear_num_key_heads") * first("linear_key_head_dim")
         values = first("linear_num_value_heads") * first("linear_value_head_dim")
         return cls(
-            model_type=getattr(config, "model_type", ""),
+            model_type=family_type(getattr(config, "model_type", "")),
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             num_experts=first("num_experts", "n_routed_experts", "num_local_experts"),

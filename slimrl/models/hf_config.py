@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.config.hf_config import read_hf_config as read_hf_config
+from slimrl.config.hf_config import write_hf_config as write_hf_config
 from slimrl.config.hub import CONFIG_FILES, cached, hub_model
+from slimrl.config.wrapper import text_config
 from slimrl.models.published_index import is_stored_in
 
 FP8_SUFFIX = "-FP8"
@@ -22,6 +24,7 @@ OF_SAME_SIZES = {
     **dict.fromkeys(("DeepSeek-R1", "DeepSeek-V3-0324", "DeepSeek-V3.1"), "DeepSeek-V3"),
     **dict.fromkeys(("MiniMax-M2.1", "MiniMax-M2.5", "MiniMax-M2.7"), "MiniMax-M2"),
     **{f"OLMoE-1B-7B-{name}": "OLMoE-1B-7B-0924" for name in ("0924-Instruct", "0125", "0125-Instruct")},
+    **{f"{name}-{kind}": name for name in ("Qwen3-VL-8B", "Qwen3-VL-30B-A3B") for kind in ("Instruct", "Thinking")},
 }
 """Published model -> the one whose config and tensors it has. V3.1's scales of FP8 are powers of two, which no size
 depends on; M2.7's context is longer, 204,800 tokens for 196,608. OLMoE's 0125 is stored in float32."""
@@ -144,7 +147,7 @@ def published_config(name: str) -> dict[str, Any]:
     """
     if name not in published_names():
         raise ValueError(f"no published config {name!r}; known: {', '.join(published_names())}")
-    return json.loads((_folder() / f"{name}.json").read_text())
+    return text_config(json.loads((_folder() / f"{name}.json").read_text()))
 
 
 def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:

@@ -22,6 +22,7 @@ from slimrl.config.schema.resync import ResyncConfig
 from slimrl.config.schema.speculative import DraftMode
 from slimrl.config.speculative_rules import own_layer_violations
 from slimrl.config.tracking_rules import tracking_warnings
+from slimrl.config.wrapper import wrapper_of
 from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import (
@@ -35,6 +36,7 @@ from slimrl.models.hf_config import (
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.published_index import index_names, published_tensors
 from slimrl.models.tensor_names import experts_apart, find_mismatches, left_out
+from slimrl.models.wrapped_layout import text_shapes
 
 NEEDS_TRANSFORMER_ENGINE = "needs a GPU and Transformer Engine."
 
@@ -242,15 +244,16 @@ def _index_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterat
         weight_map = family_of(hf_config).weight_map(hf_config, mtp=True)
     except ValueError:  # of no family, which `model_violations` says
         return
-    stored = published_tensors(name, expert_ranges=True)
-    aside = left_out(stored, hf_config)
+    shapes = {tensor: spec.shape for tensor, spec in published_tensors(name, expert_ranges=True).items()}
+    wrapped = wrapper_of(hf_config) is not None
+    if wrapped:
+        shapes = text_shapes(hf_config, shapes)
+    aside = left_out(shapes, hf_config)
     shapes = {
-        tensor: spec.shape
-        for tensor, spec in stored.items()
-        if tensor not in aside and not tensor.endswith(SCALE_SUFFIX)
+        tensor: shape for tensor, shape in shapes.items() if tensor not in aside and not tensor.endswith(SCALE_SUFFIX)
     }
     shapes = experts_apart(weight_map, shapes, expert_ranges=True)
-    found = find_mismatches(weight_map, shapes, expert_ranges=True)
+    found = find_mismatches(weight_map, shapes, expert_ranges=not wrapped)
     lines = [*found.lines(), *(f"{tensor}: of another shape" for tensor in found.misshaped)]
     if lines:
         yield "model.path", f"{path}: the published {name} does not fit its config: {'; '.join(lines)}."

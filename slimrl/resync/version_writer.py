@@ -5,7 +5,6 @@ A tensor may come in parts, its rows in ascending order. A few threads work on a
 is held besides the bucket.
 """
 
-import json
 import os
 import tempfile
 from collections import Counter, deque
@@ -29,7 +28,7 @@ from slimrl.checkpoints.versions.directory import sync_and_close
 from slimrl.checkpoints.versions.manifest import Frame, Manifest, StoredTensor, VersionRef, write_manifest
 from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.model_weights import TensorPart, TensorSpec, num_rows
-from slimrl.models.hf_config import plain_config, read_hf_config
+from slimrl.models.hf_config import plain_config, read_hf_config, write_hf_config
 from slimrl.quantization.fp8 import FP8_DTYPE
 
 
@@ -216,7 +215,7 @@ class WholeWriter(VersionWriter):
         config = read_hf_config(self._model_dir)
         if not any(spec.dtype == FP8_DTYPE for spec in self._specs):
             config = plain_config(config, _common_dtype(self._specs))
-        (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_hf_config(self._folder, config)
         copy_other_files(self._model_dir, self._folder)
         for file in self._folder.iterdir():
             if file.name not in self._files:

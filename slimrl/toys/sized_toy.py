@@ -4,7 +4,6 @@ Tensors have some MB each, as in real models, whatever the size of the whole: th
 MLP in a dense model.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
 from slimrl.config.alignment import round_up
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
+from slimrl.models.hf_config import write_hf_config
 from slimrl.toys.random_weights import random_tensors
 from slimrl.toys.toy_configs import TOYS, ToySize
 
@@ -61,7 +61,7 @@ def write_sized_toy(config: dict[str, Any], out: Path, seed: int) -> int:
     with atomic_folder(out) as partial:
         tensors = random_tensors(config, weight_map, config["initializer_range"], seed, getattr(torch, dtype))
         write_safetensors(partial, stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors))
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_hf_config(partial, config)
     return sum(map(spec_bytes, specs))
 
 

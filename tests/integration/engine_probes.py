@@ -1,11 +1,14 @@
 """What tests ask of a real engine about the weights that it serves, and what transformers says of the same."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from slimrl.config.hf_config import read_hf_config
+from slimrl.config.wrapper import wrapper_of
 from slimrl.engines.engine_key import EngineKey
 
 KEY = EngineKey("the key of the tests' engines")
@@ -31,10 +34,15 @@ def engine_logprobs(url: str, timeout_s: float = 60.0, *, group: int = 0) -> tor
     return torch.tensor([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
 
 
+def transformers_class(path: Path) -> Any:
+    """The class that loads a checkpoint, of a wrapped model with its vision tower."""
+    return AutoModelForImageTextToText if wrapper_of(read_hf_config(path)) else AutoModelForCausalLM
+
+
 @torch.no_grad()
 def transformers_logprobs(path: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    logits_TV = model(torch.tensor([PROMPT])).logits[0, :-1]
+    model = transformers_class(path).from_pretrained(path, dtype=torch.float32)
+    logits_TV = model(input_ids=torch.tensor([PROMPT])).logits[0, :-1]
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
 
 

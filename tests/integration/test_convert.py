@@ -21,7 +21,7 @@ from slimrl_tools.convert.megatron_to_hf import megatron_to_hf
 from slimrl_tools.convert.options import Options
 from slimrl_tools.convert.output_folder import RECORDS
 from slimrl_tools.toy.toy import write_toy
-from slimrl_tools.toy.toy_configs import ToySize
+from slimrl_tools.toy.toy_configs import TOYS, ToySize
 from small_models import EXPECTED_NAME, WITH_EXPERTS, num_experts, small_model
 from typer.testing import CliRunner
 
@@ -77,7 +77,7 @@ def there_and_back(src: Path, tmp: Path, parallel: ParallelConfig, options: Opti
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
-    mtp = int(family_of({"model_type": family}).has_mtp)
+    mtp = int(family_of(TOYS[family](ToySize())).has_mtp)
     write_toy(family, tmp_path / "hf", ToySize(layers=2, mtp_layers=mtp), seed=1)
     back = there_and_back(tmp_path / "hf", tmp_path, LAYOUTS["tp2_ep2_etp1"], shard_bytes=500_000)
     assert_same_tensors(tmp_path / "hf", back)
@@ -105,6 +105,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family):
         "qwen2",
         "llama",
         "qwen3_next_mixed",
+        "qwen3_5_mixed",
     ],
 )
 def test_every_family_comes_back_bit_for_bit_from_every_layout(tmp_path, name, layout):

@@ -7,15 +7,15 @@ import httpx
 import psutil
 import pytest
 import torch
-from engine_probes import KEY
+from engine_probes import KEY, transformers_class
 from slimrl_tools.toy.toy import ToySize, write_toy
 from small_models import WITH_EXPERTS
-from transformers import AutoModelForCausalLM
 
 from slimrl.checkpoints.checkpoint_reader import read_whole
-from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.wrapper import Stacking, wrapper_of
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
 from slimrl.models.family import FAMILIES
@@ -32,7 +32,8 @@ PROMPT = [3 + 17 * position % 250 for position in range(60)]
 
 def layouts(family: str) -> list[tuple[int, int, int]]:
     """(tensor, expert, groups): groups where SGLang's model forms them, else more ranks than key-value heads."""
-    (row,) = (one for one in FAMILIES if one.name == family)
+    name = {"qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3"}.get(family, family)
+    (row,) = (one for one in FAMILIES if one.name == name)
     groups = [(2, 1, 2), (4, 2, 2)] if row.attention_groups else [(4, 2, 1)]
     # SGLang loads the experts of gpt-oss into no engine that has them apart.
     return [one for one in [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups] if one[1] == 1 or family != "gpt_oss"]
@@ -66,8 +67,9 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
-    [(family, *layout) for family in WITH_EXPERTS for layout in layouts(family)]
-    + [("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]],
+    [(family, *layout) for family in (*WITH_EXPERTS, "qwen3_vl_moe", "kimi_k25") for layout in layouts(family)]
+    + [("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]]
+    + [("qwen3_vl", *layout) for layout in [(1, 1, 1), (2, 1, 1)]],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups
@@ -75,6 +77,15 @@ def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weig
     path = tmp_path / "model"
     write_toy(family, path, SIZE, seed=0)
     compare_engine(path, tensor, expert, groups)
+
+
+def test_an_engine_reads_experts_that_are_stacked_as_in_a_release(tmp_path):
+    path = tmp_path / "model"
+    # Those of the other toys are stacked in the other order, since their down projections are square.
+    write_toy("qwen3_vl_moe", path, ToySize(layers=2, init_std=0.1, moe_intermediate=64), seed=0)
+    with open_stored(path) as folder:
+        assert folder.layout.stacking is Stacking.inputs_first
+    compare_engine(path)
 
 
 def test_an_engine_computes_positions_that_are_not_scaled(tmp_path):
@@ -111,10 +122,12 @@ def compare_engine(path, tensor=1, expert=1, groups=1):
     assert {path.name.split("@")[0] for path in named} == {"slimrl-loads"}
     with open_hf_checkpoint(path) as reader:
         tensors = {name: read_whole(reader, name) for name in reader.specs}
+    if wrapper_of(read_hf_config(path)):
+        assert set(prints) == set(tensors)
     assert {name: prints.get(name) for name in tensors} == {name: fingerprint(tensors[name]) for name in tensors}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = transformers_class(path).from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
-        expected_T = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+        expected_T = model(input_ids=torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     expected_T = expected_T.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
     for (length, group), values in logprobs.items():
         assert (values - expected_T[: length - 1]).abs().max() < 2e-5, (length, group)

@@ -55,6 +55,9 @@ def resync_twice(rank, world_size, port, url, steps, precision) -> list[ResyncRe
         ("qwen3_moe", Precision.fp32),
         *(pytest.param(name, Precision.fp32, marks=pytest.mark.full) for name in TOYS if name != "qwen3_moe"),
         *(pytest.param(name, Precision.bf16, marks=pytest.mark.full) for name in WITH_FLOAT32),
+        ("qwen3_vl_moe", Precision.fp32),
+        *(pytest.param(name, Precision.fp32, marks=pytest.mark.full) for name in ("qwen3_vl", "kimi_k25")),
+        pytest.param("kimi_k25", Precision.bf16, marks=pytest.mark.full),
     ],
 )
 def test_an_engine_computes_with_what_the_trainer_sent(tmp_path, family_name, precision):

@@ -2,10 +2,13 @@
 
 import pytest
 from cli_runs import RECIPES, make_workspace, succeed
+from engine_probes import transformers_class
 from safetensors.torch import load_file
 from small_models import WITH_EXPERTS
 
 from slimrl.checkpoints.hf_check import check_checkpoint
+from slimrl.config.hf_config import read_hf_config
+from slimrl.config.wrapper import wrapper_of
 from slimrl.observability.metrics import read_metrics
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(600)]
@@ -19,13 +22,18 @@ GROUPED = ["rollout.engine_tp=2", "rollout.engine_ep=2", "rollout.engine_attenti
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *((family, []) for family in WITH_EXPERTS if family not in ("qwen3_moe", "qwen3_next")),
+        *((family, []) for family in WITH_EXPERTS if family not in ("qwen3_moe", "qwen3_next", "qwen3_5_moe")),
         ("glm_moe_dsa", ["trainer.megatron={dsa_indexer_loss_coeff: 0.01}"]),
         ("qwen3_next", ["rollout.routed_experts=true"]),
         ("qwen3_5", DENSE),
         ("qwen3_5_moe", ["rollout.routed_experts=true"]),
         ("deepseek_v3", GROUPED),
         ("qwen2", DENSE),
+        ("qwen3_vl", DENSE),
+        ("qwen3_vl_moe", []),
+        ("kimi_k25", []),
+        ("qwen3_5_wrapped", DENSE),
+        ("qwen3_5_moe_wrapped", []),
         ("llama", [*DENSE, "trainer.parallel.tensor=2"]),
     ],
 )
@@ -51,7 +59,12 @@ def test_a_run_trains_what_its_engines_serve(tmp_path, family, settings):
     old, new = load_file(before), load_file(after)
     kept = {name for name in old if old[name].equal(new[name])}
     never_chosen = {name for name in kept if ".experts." in name}
+    wrapper = wrapper_of(read_hf_config(folder.export))
     frozen = ("e_score_correction_bias", "expert_bias")
     if not any("dsa_indexer_loss_coeff" in setting for setting in settings):
         frozen += (".indexer.",)
+    if wrapper:
+        frozen += ("vision_tower.", "mm_projector.", "model.visual.")
+        _, loading = transformers_class(folder.export).from_pretrained(folder.export, output_loading_info=True)
+        assert not any(loading.values())
     assert kept - never_chosen == {name for name in old if any(part in name for part in frozen)}

@@ -21,7 +21,7 @@ from slimrl.models.hf_config import published_config, published_names
 SIZE = ToySize(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, moe_intermediate=16)
 
 
-BIG = ("DeepSeek-V3", "GLM-4.5", "Kimi-K2", "Qwen3-235B-A22B")
+BIG = ("DeepSeek-V3", "GLM-4.5", "Kimi-K2", "Kimi-K2.5", "Qwen3-235B-A22B")
 """Whose tables take a second each to write out; the planner's tests count them too."""
 
 

@@ -25,6 +25,7 @@ LARGE = {
     "qwen3/qwen3_8b": "Qwen3-8B",
     "qwen3_moe/qwen3_30b_a3b": "Qwen3-30B-A3B",
     "qwen3_moe/qwen3_235b_a22b": "Qwen3-235B-A22B",
+    "qwen3_vl_moe/qwen3_vl_30b_a3b": "Qwen3-VL-30B-A3B",
     "qwen3_next/qwen3_next_80b_a3b": "Qwen3-Next-80B-A3B",
     "qwen3_5/qwen3_5_27b": "Qwen3.5-27B",
     "qwen3_5_moe/qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",

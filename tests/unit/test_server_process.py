@@ -285,6 +285,7 @@ def test_an_engine_that_cannot_compute_with_block_fp8_serves_the_plain_model(
 ):
     monkeypatch.setattr(server, "ServerProcess", Started)
     monkeypatch.setattr(server, "is_block_fp8", lambda path: is_fp8)
+    monkeypatch.setattr(server, "is_packed_int4", lambda path: False)
     monkeypatch.setattr(server.device, "computes_block_fp8", lambda: computes_fp8)
     rollout = RolloutConfig(max_trajectory_tokens=100, startup_timeout_s=77.0, threads_per_engine=3)
     given = {"precision": Precision.fp32, "host": "127.0.0.2", "port": 7001, "seed": 9}

@@ -77,6 +77,7 @@ def test_an_engine_asks_its_machine_for_the_kernels(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(server, "ServerProcess", lambda name, command, env, log, **how: started.append(command))
     monkeypatch.setattr(server.device, "packs_engine_weights", lambda: packs)
     monkeypatch.setattr(server, "is_block_fp8", lambda path: False)
+    monkeypatch.setattr(server, "is_packed_int4", lambda path: False)
     rollout = RolloutConfig(max_trajectory_tokens=100)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     server.EngineServer(

@@ -1,6 +1,7 @@
 """The hooks in SGLang's engine process, called with stand-ins for what SGLang gives them."""
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
-from slimrl import device
-from slimrl.engines.plugin import bucket_loader, dequantized_loading, hooks, norm_dtype, olmoe_norms, version_loader
+from slimrl.engines.plugin import bucket_loader, hooks, norm_dtype, olmoe_norms, read_weights, version_loader
 from slimrl.engines.plugin.cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
 from slimrl.engines.plugin.cpu import install as install_stand_ins
 from slimrl.engines.plugin.cpu.attention_data_parallel import reduce_scatterv
@@ -341,9 +342,11 @@ def test_a_block_fp8_checkpoint_is_read_by_ours_and_others_by_sglang(monkeypatch
     monkeypatch.setattr("slimrl.checkpoints.checkpoint_reader.read_whole", lambda folder, name: f"tensor {name}")
 
     def load(name: str):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
         config = SimpleNamespace(dtype=torch.bfloat16)
         source = SimpleNamespace(model_or_path=str(tmp_path / name), model_config=config, prefix="p.")
-        return dequantized_loading.around_weights_iterator(
+        return read_weights.around_weights_iterator(
             lambda loader, source, **kwargs: ("SGLang's", loader, kwargs), "loader", source, more=1
         )
 
@@ -352,14 +355,37 @@ def test_a_block_fp8_checkpoint_is_read_by_ours_and_others_by_sglang(monkeypatch
     assert read == [(tmp_path / "fp8", "bfloat16")]
 
 
+@pytest.mark.parametrize("stored", ["released", "other order", "apart"])
+def test_experts_that_are_stacked_in_another_order_than_released_ones_are_read_by_ours(tmp_path: Path, stored: str):
+    stack = torch.arange(2 * 6 * 4, dtype=torch.float32).reshape(2, 6, 4)
+    down = stack[:, :3].contiguous()
+    tensors = {
+        "released": {"experts.gate_up_proj": stack.transpose(1, 2).contiguous(), "experts.down_proj": down},
+        "other order": {"experts.gate_up_proj": stack, "experts.down_proj": down.transpose(1, 2).contiguous()},
+        "apart": {"experts.0.down_proj.weight": stack[0, :3].T.contiguous()},
+    }[stored]
+    prefix = "model.language_model.layers.0.mlp."
+    save_file({prefix + name: value for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    text = {"hidden_size": 4, "moe_intermediate_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", "text_config": text}))
+    source = SimpleNamespace(model_or_path=str(tmp_path), model_config=SimpleNamespace(dtype=torch.float32), prefix="")
+    given = read_weights.around_weights_iterator(lambda loader, source: "SGLang's", None, source)
+    if stored != "other order":
+        assert given == "SGLang's"
+        return
+    found = dict(given)
+    experts = "model.layers.0.mlp.experts"
+    assert torch.equal(found[f"{experts}.1.gate_proj.weight"], stack[1, :3])
+    assert torch.equal(found[f"{experts}.1.up_proj.weight"], stack[1, 3:])
+    assert torch.equal(found[f"{experts}.0.down_proj.weight"], stack[0, :3].T)
+    assert len(found) == 6
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the hooks of a CPU")
-@pytest.mark.parametrize("computes_fp8", [True, False])
-def test_a_hook_that_is_not_in_place_is_named(monkeypatch: pytest.MonkeyPatch, computes_fp8: bool):
-    monkeypatch.setattr(device, "computes_block_fp8", lambda: computes_fp8)
+def test_a_hook_that_is_not_in_place_is_named(monkeypatch: pytest.MonkeyPatch):
     found = hooks.hooks()
     targets = [target for target, _, _ in found]
     assert len(set(targets)) == len(targets)
-    assert any(target.endswith("._get_weights_iterator") for target in targets) == (not computes_fp8)
     # Those of CPU engines alone are among them.
     assert any("TorchNativeAttnBackend" in target for target in targets)
     registered = {}

@@ -148,6 +148,16 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(
         check_architecture(tmp_path, {**saved, "hidden_size": 32, "num_experts": 8})
 
 
+def test_a_checkpoint_saved_before_a_fact_was_written_is_of_a_model_without_it(tmp_path):
+    config = toy_config("llama", ToySize()) | {"vocab_size": 128}
+    saved = architecture_of(config)
+    del saved["float32_router"], saved["qk_norm_over_heads"]
+    (tmp_path / FACTS_FILE).write_text(json.dumps({"architecture": saved}))
+    check_architecture(tmp_path, architecture_of(config))
+    with pytest.raises(ValueError, match="qk_norm_over_heads is False there and True here"):
+        check_architecture(tmp_path, architecture_of(config) | {"qk_norm_over_heads": True})
+
+
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, **LLAMA3_ROPE}
 
 

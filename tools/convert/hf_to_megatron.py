@@ -37,7 +37,7 @@ from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, architecture_of
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import plain_config, read_hf_config
+from slimrl.models.hf_config import plain_config, read_hf_config, write_hf_config
 from slimrl.models.weight_map import Entry
 
 
@@ -175,4 +175,4 @@ def _write_facts(src: Path, partial: Path, config: dict[str, Any], parallel: Par
     hf = partial / HF_SUBFOLDER
     hf.mkdir(exist_ok=True)
     copy_other_files(src, hf)
-    (hf / "config.json").write_text(json.dumps(plain_config(config, dtype), indent=2) + "\n")
+    write_hf_config(hf, plain_config(config, dtype))

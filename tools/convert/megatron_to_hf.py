@@ -8,7 +8,6 @@ A process holds 3 times the largest Megatron tensor: the tensor, the same in Hug
 cast.
 """
 
-import json
 from collections.abc import Mapping, Sequence, Set
 from functools import partial as bind
 from pathlib import Path
@@ -22,7 +21,7 @@ from slimrl_tools.open_checkpoint import FoundCheckpoint, check_model, find_chec
 from slimrl_tools.torch_dist import schema_of_stored
 
 from slimrl.checkpoints.hf_check import check_tensors
-from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import (
@@ -34,9 +33,11 @@ from slimrl.checkpoints.safetensors_folder import (
 from slimrl.checkpoints.stacked_experts import stacked_specs
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
+from slimrl.checkpoints.wrapped_folder import whole_specs
+from slimrl.config.wrapper import wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import Family, family_of
-from slimrl.models.hf_config import plain_config
+from slimrl.models.hf_config import plain_config, write_hf_config
 from slimrl.models.weight_map import WeightMap
 
 
@@ -75,14 +76,14 @@ def megatron_to_hf(
         missing = weight_map.hf_tensors.keys() - reader.specs.keys()
         from_hf = _mtp_from_hf(found, family, config, missing, say) if missing else {}
         sources = {**from_hf, **reader.specs}
-    apart = _specs(weight_map, sources, options.dtype)
-    specs = stacked_specs(weight_map, apart)
+    text = _specs(weight_map, sources, options.dtype)
+    specs = stacked_specs(weight_map, text) if weight_map.stacked else _whole_specs(found, config, text)
     files = plan_safetensors_files(specs, shard_bytes)
     plan = Plan(
         out=out,
         num_tensors=len(specs),
         files={name: sum(map(spec_bytes, group)) for name, group in files.items()},
-        largest_bytes=_largest_held(weight_map, sources, apart),
+        largest_bytes=_largest_held(weight_map, sources, text),
     )
     if dry_run:
         say(plan.describe(options.processes))
@@ -103,7 +104,8 @@ def megatron_to_hf(
                 found.hf_dir,
                 frozenset(from_hf),
                 weight_map.originals,
-                apart if weight_map.stacked else (),
+                text if wrapper_of(config) else None,
+                text if weight_map.stacked else (),
             ),
             files,
             plan.files,
@@ -114,7 +116,7 @@ def megatron_to_hf(
         )
         write_index(partial, files)
         copy_other_files(found.hf_dir, partial)
-        (partial / "config.json").write_text(json.dumps(plain_config(config, specs[0].dtype), indent=2) + "\n")
+        write_hf_config(partial, plain_config(config, text[0].dtype))
         with SafetensorsFolder(partial) as folder:
             if folder.specs != {spec.name: spec for spec in specs}:
                 raise OSError(f"{partial}: the files do not hold the tensors that were written")
@@ -137,6 +139,25 @@ def _mtp_from_hf(
     outcome = f"copied from {found.hf_dir}" if specs else "left out; --hf DIR takes them from another checkpoint"
     say(f"{found.path} has no layers for multi-token prediction; their {len(missing)} tensors are {outcome}")
     return specs
+
+
+def _whole_specs(found: FoundCheckpoint, hf_config: dict[str, Any], text: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+    """What is written: of a wrapped model in the form of the Hugging Face folder, with its tensors of other modalities.
+
+    Raises:
+        ValueError: the folder has no such tensors.
+    """
+    wrapper = wrapper_of(hf_config)
+    if wrapper is None:
+        return text
+    assert found.hf_dir is not None
+    if not any(found.hf_dir.glob("*.safetensors")):
+        raise ValueError(
+            f"{found.path}: the text model of a {wrapper.model_type}; its other tensors are in the checkpoint that it "
+            "came from. Give that one with --hf"
+        )
+    with open_stored(found.hf_dir) as form:
+        return whole_specs(form, text)
 
 
 def _specs(weight_map: WeightMap, sources: Mapping[str, TensorSpec], dtype: str | None) -> list[TensorSpec]:

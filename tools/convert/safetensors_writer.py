@@ -14,13 +14,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from slimrl.checkpoints.checkpoint_reader import read_blocks
 from slimrl.checkpoints.digests import Span
-from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.checkpoints.read_ahead import read_ahead
 from slimrl.checkpoints.safetensors_file import TensorLocation, spec_bytes, write_safetensors_file
 from slimrl.checkpoints.stacked_experts import read_each, restacked
 from slimrl.checkpoints.tensor_bytes import bytes_of
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
+from slimrl.checkpoints.wrapped_folder import whole_tensors
 from slimrl.data.model_weights import TensorSpec
 
 
@@ -30,6 +31,7 @@ def safetensors_writer(
     hf_dir: Path,
     from_hf: frozenset[str],
     originals: Mapping[str, str],
+    text: Sequence[TensorSpec] | None = None,
     apart: Sequence[TensorSpec] = (),
 ) -> Iterator[WriteFile[list[TensorSpec]]]:
     """From a torch_dist checkpoint.
@@ -38,10 +40,15 @@ def safetensors_writer(
         stored: arguments of StoredWeights.
         from_hf: names of tensors that are read from the folder `hf_dir` instead.
         originals: name of a copy -> name of the tensor that it repeats.
+        text: specs of the text model of a wrapped one, whose form and other tensors are those of `hf_dir`.
         apart: specs of all tensors, those of each expert by itself, of a model whose files hold them as one.
     """
     keep_freed_memory()
-    with StoredWeights(*stored) as reader, open_hf_checkpoint(hf_dir) if from_hf else nullcontext() as other:
+    with (
+        StoredWeights(*stored) as reader,
+        open_hf_checkpoint(hf_dir) if from_hf else nullcontext() as other,
+        open_stored(hf_dir) if text else nullcontext() as form,
+    ):
 
         def tensors(specs: Sequence[TensorSpec]) -> Iterable[tuple[str, Tensor]]:
             for spec in specs:
@@ -53,7 +60,9 @@ def safetensors_writer(
         produce: Callable[[Sequence[TensorSpec]], Iterable[tuple[str, Tensor]]] = tensors
         if apart:
             _, produce = restacked(stored[2].weight_map, apart, partial(read_each, reader))
-        yield lambda file, specs, written: write_hashed(file, specs, produce(specs), written)
+        yield lambda file, specs, written: write_hashed(
+            file, specs, whole_tensors(form, specs, text or (), produce), written
+        )
 
 
 def write_hashed(

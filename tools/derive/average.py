@@ -11,6 +11,7 @@ from slimrl_tools.inspect.model_facts import different_facts
 from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
+from slimrl.checkpoints.hf_checkpoint import form_of
 from slimrl.checkpoints.stacked_experts import restacked
 from slimrl.config.hf_config import stacks_experts
 from slimrl.data.model_weights import TensorSpec
@@ -59,6 +60,7 @@ def averaging(
         specs=stored,
         produce=make,
         config=plain_config(config, dtype or before),
+        form=form_of(first),
         options={"weights": weights, "dtype": dtype},
     )
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.checkpoints.hf_check import check_tensors
-from slimrl.checkpoints.hf_checkpoint import DequantizingReader
+from slimrl.checkpoints.hf_checkpoint import StoredFolder, dequantizing
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.stacked_experts import StackedFolder, read_each, restacked
+from slimrl.config.wrapper import wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import dtype_name, is_mxfp4, plain_config, read_hf_config
@@ -37,7 +38,7 @@ CHECKED_TILE_ROWS = 8
 """Tile rows that the check compares at a time."""
 
 
-def quantization(src: SafetensorsFolder, block: TileShape, not_convert: Sequence[str]) -> Rewrite:
+def quantization(src: StoredFolder, block: TileShape, not_convert: Sequence[str]) -> Rewrite:
     """A plain checkpoint in block FP8.
 
     Args:
@@ -50,6 +51,8 @@ def quantization(src: SafetensorsFolder, block: TileShape, not_convert: Sequence
     config = read_hf_config(src.path)
     if config.get("quantization_config"):
         raise ValueError(f"{src.path}: is quantised already, its config.json has a quantization_config")
+    if wrapper := wrapper_of(config):
+        raise ValueError(f"{src.path}: a {wrapper.model_type} in block FP8 is not supported")
     fp8 = BlockFp8(block=block, not_converted=tuple(not_convert))
     try:
         family = family_of(config)
@@ -78,28 +81,29 @@ def quantization(src: SafetensorsFolder, block: TileShape, not_convert: Sequence
     )
 
 
-def dequantization(src: SafetensorsFolder, dtype: str) -> Rewrite:
-    """A checkpoint in block FP8, of any family, or in MXFP4 as a plain one.
+def dequantization(src: StoredFolder, dtype: str) -> Rewrite:
+    """A checkpoint in block FP8 or packed INT4, of any family, or in MXFP4 as a plain one.
 
     Args:
         dtype: as torch prints it, for quantised tensors and those in the config's dtype; others keep theirs.
 
     Raises:
-        ValueError: the source is in neither.
+        ValueError: the source is not quantised, or in another format.
     """
     config = read_hf_config(src.path)
     if is_mxfp4(config):
+        assert isinstance(src, SafetensorsFolder), "no wrapped model is in MXFP4"
         return _dequantization_of_mxfp4(src, config, dtype)
-    fp8 = BlockFp8.of_config(config)
-    if fp8 is None:
+    reader, before = dequantizing(src, config, dtype), dtype_name(config)
+    if reader is None:
         raise ValueError(f"{src.path}: is not quantised, its config.json has no quantization_config")
-    reader, before = DequantizingReader(src, fp8, dtype), dtype_name(config)
     return Rewrite(
         command="dequantize",
         sources=[src.path],
         specs=[replace(spec, dtype=dtype if spec.dtype == before else spec.dtype) for spec in reader.specs.values()],
         produce=lambda group: ((spec.name, read_whole(reader, spec.name)) for spec in group),
         config=plain_config(config, dtype),
+        form=src,
         options={"dtype": dtype},
     )
 
@@ -146,7 +150,7 @@ def check_quantized(src: CheckpointReader, result: SafetensorsFolder, block: Til
         advance(spec_bytes(spec))
 
 
-def _quantized(src: SafetensorsFolder, group: Sequence[TensorSpec], block: TileShape) -> Iterator[tuple[str, Tensor]]:
+def _quantized(src: StoredFolder, group: Sequence[TensorSpec], block: TileShape) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one file. If it begins with the scales of the last matrix of another, that is quantised again."""
     scales: dict[str, Tensor] = {}
     for spec in group:

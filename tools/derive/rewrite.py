@@ -6,10 +6,9 @@
 3. Names, shapes and dtypes are checked. Values that may differ from the source's within a limit are compared.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from slimrl_tools.exit_codes import CheckFailed
 from slimrl_tools.progress import Advance, byte_progress
 from torch import Tensor
 
+from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import (
@@ -28,7 +28,9 @@ from slimrl.checkpoints.safetensors_folder import (
     plan_safetensors_files,
     write_index,
 )
+from slimrl.checkpoints.wrapped_folder import whole_specs, whole_tensors
 from slimrl.data.model_weights import TensorSpec
+from slimrl.models.hf_config import write_hf_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class Rewrite:
     """Makes the tensors of one file, in order."""
     config: dict[str, Any]
     """Becomes config.json."""
+    form: CheckpointReader | None = None
+    """A wrapped checkpoint, open until all is written, whose form the output has and whose other tensors it repeats."""
     options: dict[str, Any] = field(default_factory=dict)
     """The command's options; a resumed run must have the same."""
     add_files: Callable[[Path], None] | None = None
@@ -74,6 +78,12 @@ def write_checkpoint(
         OSError: the disk is full, or a file reads back differently, which a resumed run writes again.
     """
     check_new(out)
+    text, produce = rewrite.specs, rewrite.produce
+    rewrite = replace(
+        rewrite,
+        specs=whole_specs(rewrite.form, text),
+        produce=lambda group: whole_tensors(rewrite.form, group, text, produce),
+    )
     files = plan_safetensors_files(rewrite.specs, shard_bytes)
     sizes = {name: sum(map(spec_bytes, specs)) for name, specs in files.items()}
     say(describe_output(out, len(rewrite.specs), sizes))
@@ -92,7 +102,7 @@ def write_checkpoint(
 
         write_in_parallel(lambda: nullcontext(write), files, sizes, partial, title=rewrite.command, check=check)
         write_index(partial, files)
-        (partial / "config.json").write_text(json.dumps(rewrite.config, indent=2) + "\n")
+        write_hf_config(partial, rewrite.config)
         if rewrite.add_files is None:
             copy_other_files(rewrite.sources[0], partial)
         else:

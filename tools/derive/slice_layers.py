@@ -10,8 +10,7 @@ from slimrl_tools.derive.rewrite import Rewrite
 
 from slimrl.checkpoints.checkpoint_reader import read_whole
 from slimrl.checkpoints.hf_check import check_tensors
-from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
-from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.hf_checkpoint import StoredFolder, open_hf_checkpoint
 from slimrl.models.families.mtp import MTP_KEYS
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import BLOCKS_SUFFIX, SCALES_SUFFIX, read_hf_config, required
@@ -27,7 +26,7 @@ LAYER_INDICES = ("mlp_only_layers",)
 """Keys of config.json that list layers by index."""
 
 
-def slicing(src: SafetensorsFolder, num_layers: int) -> Rewrite:
+def slicing(src: StoredFolder, num_layers: int) -> Rewrite:
     """The first `num_layers` layers, with embedding, final norm and head.
 
     Args:
@@ -52,6 +51,7 @@ def slicing(src: SafetensorsFolder, num_layers: int) -> Rewrite:
         specs=specs,
         produce=lambda group: ((spec.name, read_whole(src, spec.name)) for spec in group),
         config=sliced,
+        form=src,
         options={"layers": num_layers},
     )
 

@@ -56,9 +56,12 @@ def _tables(facts: dict[str, Any]) -> Group:
 
 def _headline(facts: dict[str, Any]) -> dict[str, Any]:
     lines = {"path": facts["path"], "format": facts["format"], "family": facts["family"] or facts["reason"]}
+    if wrapper := facts.get("wrapper"):
+        lines["wrapped in"] = f"{wrapper['model_type']}, with {wrapper['other_tensors']} tensors of other modalities"
     if facts.get("quantisation"):
         config = facts["quantisation"]
-        lines["quantisation"] = f"{config.get('quant_method')}, tiles {config.get('weight_block_size')}"
+        tiles = config.get("weight_block_size")
+        lines["quantisation"] = f"{config.get('quant_method')}, {f'tiles {tiles}' if tiles else config.get('format')}"
     if "storage" in facts:
         lines["files"] = f"{facts['storage']['files']}, {show_bytes(facts['storage']['bytes_on_disk'])}"
     if "torch_dist" in facts:

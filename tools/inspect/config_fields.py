@@ -5,12 +5,14 @@ from typing import Any
 
 from slimrl_tools.inspect.model_facts import STORAGE_KEYS
 
+from slimrl.config.wrapper import WRAPPED_IN
 from slimrl.models.families.mtp import MTP_KEYS
 
 IRRELEVANT_KEYS = frozenset(
     {
         *STORAGE_KEYS,
         *MTP_KEYS,
+        WRAPPED_IN,
         "_attn_implementation",
         "attention_dropout",
         "auto_map",

@@ -10,9 +10,12 @@ from typing import Any
 from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint, open_found
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from slimrl.checkpoints.hf_checkpoint import form_of
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
+from slimrl.checkpoints.wrapped_folder import WrappedFolder
+from slimrl.config.wrapper import wrapper_of
 from slimrl.models.architecture import FACTS_FILE, read_facts
 from slimrl.models.families.mtp import num_mtp_layers
 from slimrl.models.family import family_of
@@ -71,12 +74,16 @@ def _model(hf_config: dict[str, Any], found: FoundCheckpoint | None) -> dict[str
         model, weight_map = family.megatron_config(hf_config), family.weight_map(hf_config, mtp=True)
     except ValueError as error:
         return _unknown_model(str(error))
-    shapes, left_out = None, list[str]()
+    shapes, left_out, carried = None, list[str](), 0
     if found is not None:
         with open_found(found) as reader:
             shapes, left_out = {name: spec.shape for name, spec in reader.specs.items()}, list(reader.left_out)
+            form = form_of(reader)
+            carried = len(form.layout.carried) if isinstance(form, WrappedFolder) else 0
+    wrapper = wrapper_of(hf_config)
     return {
         "family": family.name,
+        "wrapper": None if wrapper is None else {"model_type": wrapper.model_type, "other_tensors": carried},
         "architecture": _architecture(model) | {"MTP layers": num_mtp_layers(hf_config)},
         "parameters": _parameters(weight_map, model, shapes),
         "tensors": None if shapes is None else _mismatches(weight_map, shapes, left_out),

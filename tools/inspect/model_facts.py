@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from slimrl.config.wrapper import WRAPPED_IN
 from slimrl.models.architecture import architecture_of
 
 STORAGE_KEYS = ("_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version")
@@ -13,7 +14,7 @@ def model_facts(hf_config: dict[str, Any]) -> dict[str, Any]:
     try:
         return architecture_of(hf_config)
     except ValueError:
-        return {name: value for name, value in hf_config.items() if name not in STORAGE_KEYS}
+        return {name: value for name, value in hf_config.items() if name not in (*STORAGE_KEYS, WRAPPED_IN)}
 
 
 def different_facts(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ Weights are drawn tensor by tensor by the family's weight map: the same seed giv
 have a toy.
 """
 
-import json
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,8 +14,11 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from slimrl.base.atomic import atomic_folder
 from slimrl.checkpoints.safetensors_folder import write_safetensors
 from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
+from slimrl.config.wrapper import wrapper_of
 from slimrl.models.family import family_of
+from slimrl.models.hf_config import write_hf_config
 from slimrl.toys.random_weights import random_tensors
+from slimrl.toys.wrapped_toys import random_vision, toy_layout
 
 
 def write_toy(family: str, out: Path, size: ToySize, seed: int, text: Path | None = None) -> int:
@@ -25,7 +28,7 @@ def write_toy(family: str, out: Path, size: ToySize, seed: int, text: Path | Non
         text: a file of a task whose words become tokens.
 
     Returns:
-        Number of parameters, without copies.
+        Number of parameters, without copies; of a wrapped model those of its text model.
 
     Raises:
         ValueError: an unknown family, sizes that do not fit together, no such file, or `out` exists.
@@ -43,7 +46,13 @@ def write_toy(family: str, out: Path, size: ToySize, seed: int, text: Path | Non
         }
         weight_map = family_of(config).weight_map(config, mtp=True)
         specs, tensors = weight_map.specs("float32"), random_tensors(config, weight_map, size.init_std, seed)
-        write_safetensors(partial, stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors))
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if wrapper_of(config) is not None:
+            layout = toy_layout(config, specs)
+            tensors = chain(layout.stored_tensors(specs, tensors), random_vision(layout, size.init_std, seed))
+            specs = [*layout.stored_specs(specs), *layout.carried.values()]
+        if weight_map.stacked:
+            specs, tensors = stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors)
+        write_safetensors(partial, specs, tensors)
+        write_hf_config(partial, config)
         tokenizer.save_pretrained(partial)
     return sum(torch.Size(tensor.shape).numel() for tensor in weight_map.hf_tensors.values())

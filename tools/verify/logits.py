@@ -17,6 +17,7 @@ from slimrl_tools.open_checkpoint import FoundCheckpoint, open_found
 from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
+from slimrl.config.wrapper import WRAPPED_IN
 from slimrl.models.family import family_of
 
 MAX_FLOAT32 = 1e-4
@@ -106,7 +107,11 @@ def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dt
     logging.disable_progress_bar()
     hf_config = found.hf_config()
     assert found.hf_dir is not None, "hf_config has raised"
-    config = AutoConfig.from_pretrained(found.hf_dir)
+    if WRAPPED_IN in hf_config:
+        text = {name: value for name, value in hf_config.items() if name not in (WRAPPED_IN, "model_type")}
+        config = AutoConfig.for_model(hf_config["model_type"], **text)
+    else:
+        config = AutoConfig.from_pretrained(found.hf_dir)
     # The reader has dequantised the weights.
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -13,8 +13,9 @@ from slimrl_tools.verify.compare import Comparison, Limit, compare_checkpoints, 
 from slimrl_tools.verify.logits import LogitComparison, compare_logits, compute_logits, random_prompts
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
-from slimrl.checkpoints.hf_checkpoint import DequantizingReader, left_out_note
+from slimrl.checkpoints.hf_checkpoint import DequantizingReader, form_of, left_out_note
 from slimrl.checkpoints.safetensors_file import spec_bytes
+from slimrl.checkpoints.wrapped_folder import add_carried
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 
@@ -95,6 +96,9 @@ def verify(
     """
     a, b = _with_configs(find_checkpoint(path_a, hf_dir), find_checkpoint(path_b, hf_dir))
     with open_found(a) as reader_a, open_found(b) as reader_b:
+        if a.format == b.format == "huggingface":
+            for reader in (reader_a, reader_b):
+                add_carried(reader, form_of(reader))
         quantized_a, quantized_b = _quantized(reader_a), _quantized(reader_b)
         notes = [note for reader in (reader_a, reader_b) if (note := left_out_note(reader))]
         nbytes = sum(map(spec_bytes, reader_a.specs.values()))

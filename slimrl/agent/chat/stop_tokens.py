@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from slimrl.config.wrapper import text_config
+
 
 def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, reserved: Mapping[str, int]) -> tuple[int, ...]:
     """`eos_token_id` of generation_config.json, else of config.json, else the tokenizer's.
@@ -59,4 +61,4 @@ def _eos(path: Path) -> Any:
         value = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    return value.get("eos_token_id") if isinstance(value, dict) else None
+    return text_config(value).get("eos_token_id") if isinstance(value, dict) else None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from slimrl.config.hf_config import read_hf_config
+from slimrl.config.hf_config import read_stored_config
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -36,7 +36,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
 
 def _unknown_config(folder: Path) -> str | None:
     """What is wrong with a config.json that names neither a model that transformers knows nor code of its own."""
-    config = read_hf_config(folder)
+    config = read_stored_config(folder)
     model_type, auto_map = config.get("model_type"), config.get("auto_map") or {}
     if model_type in CONFIG_MAPPING or "AutoConfig" in auto_map:
         return None

@@ -148,11 +148,20 @@ def load_bucket(model: Any, buffer: "Tensor", parts: Sequence[TensorPart]) -> No
 
 
 def named_parameters(model: Any) -> "Iterator[tuple[str, Tensor]]":
-    """An engine's parameters by the names that engine_layout.py knows, also those of a draft model."""
+    """An engine's parameters by the names that engine_layout.py knows, also those of a draft model or of a wrapped one.
+
+    Those of a wrapped model's other modalities are left out.
+    """
+    from slimrl.config.wrapper import WRAPPERS
     from slimrl.models.draft import layer_name
 
+    kind = type(model).__name__
+    wrapper = next((wrapper for wrapper in WRAPPERS if wrapper.engine_class == kind), None)
     for name, parameter in model.named_parameters():
-        yield layer_name(type(model).__name__, model.config, name), parameter
+        if wrapper is None:
+            yield layer_name(kind, model.config, name), parameter
+        elif not name.startswith(wrapper.engine_carried):
+            yield name.removeprefix(wrapper.engine_prefix), parameter
 
 
 def _mapped(model: Any, segment: str) -> "Tensor":

@@ -86,14 +86,13 @@ def hooks() -> list[Hook]:
     """(target, kind of hook, function) for this process's device."""
     import torch
 
-    from slimrl import device
     from slimrl.engines.plugin import (
         bucket_loader,
-        dequantized_loading,
         draft_weights,
         key_check,
         norm_dtype,
         olmoe_norms,
+        read_weights,
         scheduler,
         socket_keys,
         spans,
@@ -124,10 +123,9 @@ def hooks() -> list[Hook]:
         (f"{_SOCKET}.bind", "before", socket_keys.before_bind),
         (f"{_SOCKET}.connect", "before", socket_keys.before_connect),
         (_QUEUE_READY, "after", after_wait_until_ready),
+        (f"{_LOADER}._get_weights_iterator", "around", read_weights.around_weights_iterator),
         *spans.span_hooks(),
     ]
-    if not device.computes_block_fp8():
-        common.append((f"{_LOADER}._get_weights_iterator", "around", dequantized_loading.around_weights_iterator))
     if torch.cuda.is_available():
         return common
     from slimrl.engines.plugin.cpu import (

@@ -18,12 +18,13 @@ import httpx
 from slimrl import device
 from slimrl.base.meeting_folder import meeting_folder
 from slimrl.base.spans import PROFILE_FOLDER, child_variables
-from slimrl.checkpoints.hf_checkpoint import is_block_fp8
+from slimrl.checkpoints.hf_checkpoint import is_block_fp8, is_packed_int4
 from slimrl.config.env_vars import ENGINE_PINNED
 from slimrl.config.hf_config import stacks_experts
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_kernels import plain_kernels
+from slimrl.config.wrapper import wrapper_of
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.servers.ports import free_port
 from slimrl.engines.servers.process import ServerError, ServerProcess
@@ -91,6 +92,7 @@ def engine_arguments(
     plain: bool = False,
     linear_attention: bool = False,
     windows: bool = False,
+    wrapped: bool = False,
     deterministic: bool = False,
     trust_remote_code: bool = False,
     part: EnginePart | None = None,
@@ -102,10 +104,11 @@ def engine_arguments(
     `--no-...`), a list several values, a mapping JSON.
 
     Args:
-        dequantize: serve a block-FP8 checkpoint as a plain model.
+        dequantize: serve a quantised checkpoint as a plain model.
         plain: have kernels that leave weights as they are loaded, where SGLang would choose others.
         linear_attention: the model has gated delta nets.
         windows: it has layers with sliding windows.
+        wrapped: serve a wrapped model as text.
         part: of an engine on several nodes.
         deterministic: results of a request depend on its seed alone, whatever shares its batch. On a CPU each request
             is sampled so in any case (slimrl/engines/plugin/cpu).
@@ -135,9 +138,16 @@ def engine_arguments(
         "sleep_on_idle": True,
         "log_level": "warning",
     }
+    overrides: dict[str, Any] = {}
     if dequantize:
-        # dequantized_loading.py loads the weights.
-        values["json_model_override_args"] = '{"quantization_config": null}'
+        # read_weights.py loads the weights.
+        overrides["quantization_config"] = None
+    if wrapped:
+        # Without a vision tower and with positions of text alone. SGLang's flag for it does not know these models; they
+        # read the config.
+        overrides["language_model_only"] = True
+    if overrides:
+        values["json_model_override_args"] = json.dumps(overrides)
     values |= speculative_arguments(rollout, model)
     if part is not None:
         values |= {"nnodes": rollout.engine_nodes, "node_rank": part.number, "dist_init_addr": part.meeting}
@@ -294,10 +304,12 @@ class EngineServer:
             precision=precision,
             cuda=cuda,
             seed=seed,
-            dequantize=is_block_fp8(Path(model)) and not device.computes_block_fp8(),
+            dequantize=(is_block_fp8(Path(model)) and not device.computes_block_fp8())
+            or (is_packed_int4(Path(model)) and not cuda),
             plain=role == ENGINE and (device.packs_engine_weights() or (cuda and stacks_experts(hf_config))),
             linear_attention=has_linear_attention(hf_config),
             windows=bool(hf_config.get("sliding_window")) and stacks_experts(hf_config),
+            wrapped=wrapper_of(hf_config) is not None,
             deterministic=deterministic,
             trust_remote_code=trust_remote_code,
             part=part,

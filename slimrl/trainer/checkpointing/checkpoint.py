@@ -34,7 +34,7 @@ from slimrl.checkpoints.torch_dist.metadata import content_metadata
 from slimrl.checkpoints.torch_dist.safe_pickle import without_code
 from slimrl.models.adapters import is_adapter
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
-from slimrl.models.hf_config import plain_config, read_hf_config
+from slimrl.models.hf_config import plain_config, read_hf_config, write_hf_config
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.layout.parallel import Layout, seed_ranks
 from slimrl.trainer.optimizer import Optimizer
@@ -198,7 +198,7 @@ def _copy_hf_files(model_path: Path, folder: Path) -> None:
     folder.mkdir()
     # The checkpoint's weights are not quantized, even if the model's are.
     config = plain_config(read_hf_config(model_path))
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_hf_config(folder, config)
     copy_other_files(model_path, folder)
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch.distributed as dist
 
 from slimrl.base.atomic import atomic_folder
-from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import write_safetensors_file
 from slimrl.checkpoints.safetensors_folder import write_safetensors
 from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
+from slimrl.checkpoints.wrapped_folder import whole_specs, whole_tensors
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import plain_config, read_hf_config
+from slimrl.models.hf_config import plain_config, read_hf_config, write_hf_config
 from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
 from slimrl.trainer.weight_source import MegatronWeightSource
 
@@ -35,8 +36,9 @@ def export_hf(
 ) -> None:
     """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
 
-    The weights have the trainer's dtype; those of a model in block FP8 or MXFP4 are not quantized again. Layers for
-    multi-token prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py).
+    The weights have the trainer's dtype; those of a model in block FP8, packed INT4 or MXFP4 are not quantized again.
+    Layers for multi-token prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py), and so
+    are the tensors of a wrapped model's other modalities.
     The folder is written next to `out_dir` and renamed at the end, so it is complete or absent.
 
     Raises:
@@ -59,12 +61,20 @@ def export_hf(
 
 def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, adapters: ExportedAdapters | None) -> None:
     specs, config = list(source.layout()), read_hf_config(src_model_dir)
-    with atomic_folder(out_dir) as partial, open_hf_checkpoint(src_model_dir) as reader:
+    with (
+        atomic_folder(out_dir) as partial,
+        open_hf_checkpoint(src_model_dir) as reader,
+        open_stored(src_model_dir) as stored,
+    ):
         carried = UntrainedMtpTensors(reader, config, specs, specs[0].dtype)
-        weight_map, tensors = family_of(config).weight_map(config), carried.tensors(source.tensors())
-        whole = carried.specs()
-        write_safetensors(partial, stacked_specs(weight_map, whole), stacked_tensors(weight_map, whole, tensors))
-        (partial / "config.json").write_text(json.dumps(plain_config(config, specs[0].dtype), indent=2) + "\n")
+        text, tensors = carried.specs(), carried.tensors(source.tensors())
+        weight_map = family_of(config).weight_map(config)
+        if weight_map.stacked:
+            write_safetensors(partial, stacked_specs(weight_map, text), stacked_tensors(weight_map, text, tensors))
+        else:
+            whole = whole_specs(stored, text)
+            write_safetensors(partial, whole, whole_tensors(stored, whole, text, lambda _: tensors))
+        write_hf_config(partial, plain_config(config, specs[0].dtype))
         copy_other_files(src_model_dir, partial)
         if adapters is not None:
             _write_adapters(adapters, partial / ADAPTER_SUBFOLDER)

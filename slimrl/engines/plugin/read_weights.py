@@ -1,0 +1,49 @@
+"""Loads checkpoints that SGLang would read otherwise than an engine needs them, through slimrl's reader.
+
+- In block FP8 or packed INT4, on a device that does not compute with it: plain weights, in the precision of the engine.
+  SGLang is told that the model is not quantised.
+- Of a wrapped model whose stacked experts have another order than the released ones: the text model's weights, one
+  matrix for each expert.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def around_weights_iterator(original: Callable[..., Any], loader: Any, source: Any, **kwargs: Any) -> Any:
+    """Hook of DefaultModelLoader._get_weights_iterator: (name, tensor) of everything in the checkpoint."""
+    from slimrl import device
+    from slimrl.checkpoints.hf_checkpoint import is_block_fp8, is_packed_int4
+
+    path = Path(source.model_or_path)
+    dequantize = not device.computes_block_fp8() and is_block_fp8(path)
+    dequantize = dequantize or (device.device_type() != "cuda" and is_packed_int4(path))
+    if not dequantize and not _is_stacked_otherwise(path):
+        return original(loader, source, **kwargs)
+    return _read(path, str(source.model_config.dtype).removeprefix("torch."), source.prefix)
+
+
+def _is_stacked_otherwise(path: Path) -> bool:
+    from slimrl.checkpoints.hf_checkpoint import open_stored
+    from slimrl.checkpoints.wrapped_folder import WrappedFolder
+    from slimrl.config.wrapper import wrapper_of
+    from slimrl.models.hf_config import read_hf_config
+
+    wrapper = wrapper_of(read_hf_config(path))
+    if wrapper is None:
+        return False
+    with open_stored(path) as folder:
+        return isinstance(folder, WrappedFolder) and folder.layout.stacking not in (None, wrapper.stacked)
+
+
+def _read(path: Path, dtype: str, prefix: str) -> "Iterator[tuple[str, Tensor]]":
+    from slimrl.checkpoints.checkpoint_reader import read_whole
+    from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+
+    with open_hf_checkpoint(path, dtype) as folder:
+        for name in folder.specs:
+            yield prefix + name, read_whole(folder, name)

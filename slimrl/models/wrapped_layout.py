@@ -1,0 +1,181 @@
+"""Where a wrapped checkpoint stores the tensors of its text model, and how they become such a checkpoint again.
+
+A checkpoint may hold all experts of a layer in two tensors; the text model's family has three matrices per expert.
+The stacked ones are [experts, in, out] in released Qwen3-VL-MoE, [experts, out, in] where transformers 5 saved them.
+The layout is that of one checkpoint, so what is written has the form of its source. Torch-free but for tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from slimrl.config.hf_config import expert_columns
+from slimrl.config.wrapper import Stacking, wrapper_of
+from slimrl.data.model_weights import Region, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Stacked tensor -> the matrices in it, one behind the other along their outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of a text model's tensor in a checkpoint: a whole tensor, or one expert's matrix in a stacked one."""
+
+    stored: str
+    expert: int | None = None
+    first: int = 0
+    """Index in the stored tensor of the matrix's first output"""
+    transposed: bool = False
+    """Whether the stored matrices are [in, out]"""
+
+    def region(self, slices: Region) -> Region:
+        """The region of the stored tensor that holds a region of the matrix."""
+        if self.expert is None:
+            return slices
+        rows, columns = slices
+        outputs = slice(rows.start + self.first, rows.stop + self.first)
+        matrix = (columns, outputs) if self.transposed else (outputs, columns)
+        return (slice(self.expert, self.expert + 1), *matrix)
+
+
+class WrappedLayout:
+    """
+    Args:
+        hf_config: of a wrapped model.
+        stored: specs of all tensors of its checkpoint.
+
+    Raises:
+        ValueError: two tensors are the same of the text model, or stacked experts have another shape.
+    """
+
+    def __init__(self, hf_config: Mapping[str, Any], stored: Mapping[str, TensorSpec]) -> None:
+        wrapper = wrapper_of(hf_config)
+        assert wrapper is not None, "the config is of no wrapped model"
+        self._prefix = wrapper.prefix
+        self.carried = {name: spec for name, spec in stored.items() if name.startswith(wrapper.carried)}
+        """Tensors of other modalities, by their names in the checkpoint."""
+        self.places: dict[str, Place] = {}
+        """Place of each tensor of the text model, by the family's name."""
+        self.specs: dict[str, TensorSpec] = {}
+        """Specs of the same; what is neither the text model's nor carried keeps its name."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        stacked: list[tuple[re.Match[str], TensorSpec]] = []
+        for name, spec in stored.items():
+            if name in self.carried:
+                continue
+            before, instead = wrapper.prefix
+            text_name = instead + name.removeprefix(before) if name.startswith(before) else name
+            match = _STACKED.fullmatch(text_name)
+            if match is None or not wrapper.stacked:
+                self._add(replace(spec, name=text_name), Place(stored=name))
+                continue
+            self._shapes[name] = spec.shape
+            stacked.append((match, spec))
+        self.stacking = _stacking(hf_config, stacked) if stacked else None
+        """How experts are stacked; None if they are not."""
+        for match, spec in stacked:
+            for matrix, place in _matrices(match, spec, transposed=self.stacking is Stacking.inputs_first):
+                self._add(matrix, place)
+
+    def _add(self, spec: TensorSpec, place: Place) -> None:
+        if spec.name in self.places:
+            raise ValueError(f"{place.stored} and {self.places[spec.name].stored} are both {spec.name}")
+        self.places[spec.name], self.specs[spec.name] = place, spec
+
+    def place(self, name: str) -> Place:
+        """Place of a tensor of the text model, also of one that the checkpoint stores in another form or not at all."""
+        stored, instead = self._prefix
+        whole = stored + name.removeprefix(instead) if name.startswith(instead) else name
+        return self.places.get(name, Place(stored=whole))
+
+    def stored_specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """What a checkpoint with these tensors of the text model stores of it, in the order in which they are whole."""
+        stored: dict[str, TensorSpec] = {}
+        for spec in specs:
+            name = self.place(spec.name).stored
+            # The last tensor of a stack decides on its position.
+            stored.pop(name, None)
+            stored[name] = replace(spec, name=name, shape=self._shapes.get(name, spec.shape))
+        return list(stored.values())
+
+    def pieces(self, stored: Sequence[TensorSpec], specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """The text model's tensors, of `specs`, that make up these stored ones, those of each one after the other."""
+        by_stored: dict[str, list[TensorSpec]] = {}
+        for spec in specs:
+            by_stored.setdefault(self.place(spec.name).stored, []).append(spec)
+        return [piece for spec in stored for piece in by_stored[spec.name]]
+
+    def stored_tensors(
+        self, specs: Iterable[TensorSpec], blocks: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The stored tensors, in the order of `stored_specs`; holds the stacked ones of one layer at a time.
+
+        Args:
+            specs: the text model's tensors.
+            blocks: of the same, whole or in consecutive blocks of rows; names are the text model's.
+        """
+        import torch
+
+        missing = Counter[str]()
+        for spec in specs:
+            missing[self.place(spec.name).stored] += prod(spec.shape)
+        stacks: dict[str, Tensor] = {}
+        rows = Counter[str]()
+        for name, block in blocks:
+            place = self.place(name)
+            if place.expert is None:
+                yield place.stored, block
+                continue
+            if place.stored not in stacks:
+                stacks[place.stored] = torch.empty(self._shapes[place.stored], dtype=block.dtype)
+            start = rows[name]
+            rows[name] += block.shape[0]
+            region = place.region((slice(start, rows[name]), slice(0, block.shape[1])))
+            stacks[place.stored][region] = (block.T if place.transposed else block)[None]
+            missing[place.stored] -= block.numel()
+            if not missing[place.stored]:
+                yield place.stored, stacks.pop(place.stored)
+
+
+def _stacking(hf_config: Mapping[str, Any], stacked: Sequence[tuple[re.Match[str], TensorSpec]]) -> Stacking:
+    """The order of dimensions, by the shapes of all stacked tensors: a square one does not tell.
+
+    Raises:
+        ValueError: they fit neither order of dimensions.
+    """
+    hidden, wide = hf_config.get("hidden_size"), expert_columns(dict(hf_config))
+    due = {"gate_up_proj": (2 * wide, hidden), "down_proj": (hidden, wide)}
+    shapes = {(match[2], spec.shape[1:]) for match, spec in stacked}
+    if all(shape == due[kind] for kind, shape in shapes):
+        return Stacking.outputs_first
+    if all(shape == due[kind][::-1] for kind, shape in shapes):
+        return Stacking.inputs_first
+    found = ", ".join(f"{spec.name} {list(spec.shape)}" for _, spec in stacked[:2])
+    raise ValueError(f"stacked experts do not fit config.json, hidden_size {hidden}, {wide} per expert: {found}")
+
+
+def _matrices(match: re.Match[str], spec: TensorSpec, *, transposed: bool) -> Iterator[tuple[TensorSpec, Place]]:
+    """The experts' matrices in a stacked tensor, expert by expert."""
+    path, kind = match.groups()
+    names = _MATRICES[kind]
+    experts, outputs, inputs = spec.shape[0], *(spec.shape[:0:-1] if transposed else spec.shape[1:])
+    height = outputs // len(names)
+    for expert in range(experts):
+        for index, name in enumerate(names):
+            matrix = replace(spec, name=f"{path}.{expert}.{name}.weight", shape=(height, inputs))
+            yield matrix, Place(stored=spec.name, expert=expert, first=index * height, transposed=transposed)
+
+
+def text_shapes(hf_config: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the text model's tensors by the family's names, from those of all that a wrapped checkpoint stores."""
+    specs = {name: TensorSpec(name=name, shape=shape, dtype="bfloat16") for name, shape in stored.items()}
+    return {name: spec.shape for name, spec in WrappedLayout(hf_config, specs).specs.items()}
