@@ -45,5 +45,6 @@ PUBLISHED_SIZES = {
     "Qwen3-VL-8B": PublishedSize(8.2, 8.2),
     "Qwen3.5-27B": PublishedSize(27, 27),
     "Qwen3.5-35B-A3B": PublishedSize(35, 3),
+    "Qwen3.5-397B-A17B": PublishedSize(397, 17),
 }
 """By the names of their configs in `slimrl/models/hf_configs`."""

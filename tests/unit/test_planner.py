@@ -93,6 +93,8 @@ ROUNDED_TO_A_BILLION = {
     "Qwen3-Next-80B-A3B",
     # 3.45B, published as 3B, 15% apart; 2.95B without embedding, 2.44B without embedding and head.
     "Qwen3.5-35B-A3B",
+    # 17.35B, published as 17B, 2.1% apart.
+    "Qwen3.5-397B-A17B",
 }
 """Models whose published active parameters are rounded by more than 1%, and so are compared once rounded alike."""
 

@@ -29,6 +29,7 @@ LARGE = {
     "qwen3_next/qwen3_next_80b_a3b": "Qwen3-Next-80B-A3B",
     "qwen3_5/qwen3_5_27b": "Qwen3.5-27B",
     "qwen3_5_moe/qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
+    "qwen3_5_moe/qwen3_5_397b_a17b": "Qwen3.5-397B-A17B",
     "deepseek_v3/moonlight_16b_a3b": "Moonlight-16B-A3B",
     "deepseek_v3/deepseek_v3": "DeepSeek-V3",
     "deepseek_v3/kimi_k2": "Kimi-K2",
