@@ -1,4 +1,5 @@
-"""Text that is replaced in megatron-core: the device "cuda", dtypes of CUDA tensors, assumptions about Adam."""
+"""Text that is replaced in megatron-core: the device "cuda", dtypes of CUDA tensors, assumptions about Adam, an
+operation in place."""
 
 from megatron_patches.patching import patch_source
 
@@ -52,6 +53,17 @@ def accept_cpu_shards() -> None:
     module = "megatron.core.optimizer.distrib_optimizer"
     patch_source(module, "DistributedOptimizer._build_model_and_main_param_groups", ("torch.cuda.", "torch.", 6))
     patch_source(module, "DistributedOptimizer.__init__", ("'torch.cuda.", "'torch.", 2))
+
+
+def add_expert_biases_out_of_place() -> None:
+    """transformer/mlp.py: an expert's bias is added in place, to a view of what the linear layer returned.
+
+    Autograd refuses it for Megatron's own layers, so that experts with biases (gpt-oss) could not train.
+    """
+    added = "output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)"
+    patch_source(
+        "megatron.core.transformer.mlp", "MLP.forward", (f"output += {added}", f"output = output + {added}", 1)
+    )
 
 
 def keep_steps_of_torch_adam() -> None:

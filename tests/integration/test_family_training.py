@@ -65,5 +65,8 @@ def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, n
     run_ranks(updates, 2, path, first, range(2), folder)
     whole, _ = run_ranks(updates, 2, path, first, range(4))[0]
     for num_ranks, layout in others:
+        if name == "gpt_oss" and "expert_tensor" in layout:
+            # megatron-core shards no experts that have biases.
+            continue
         resumed, _ = run_ranks(updates, num_ranks, path, layout, range(2, 4), None, folder)[0]
         assert resumed == pytest.approx(whole[2:], abs=1e-5), layout
