@@ -72,6 +72,17 @@ def test_layers_of_megatron_attend_with_transformer_engine_where_it_is_installed
     assert backends.get_backend("local").core_attention() is attention
 
 
+def test_local_layers_of_sparse_attention_are_known_where_transformer_engine_is_installed(monkeypatch):
+    """There absorbed_mla.py knows another class by the name of `Linear`."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+    monkeypatch.setattr(absorbed_mla, "Linear", type("Linear", (), {}))
+    monkeypatch.setattr(megatron_patches.layers, "patch_attr", lambda *given: None)
+    megatron_patches.layers.offer_sparse_attention()
+    assert absorbed_mla.Linear is LocalSpecProvider().linear()
+
+
 def test_a_function_that_megatron_compiles_runs_as_it_is_without_a_gpu():
     from megatron.core.activations import squared_relu
 
