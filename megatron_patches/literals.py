@@ -40,6 +40,16 @@ def compare_metadata_on_cpu() -> None:
     patch_source(module, "verify_global_md_reuse", (*CUDA_TO_CPU, 1))
 
 
+def multiply_router_weights_of_another_dtype() -> None:
+    """transformer/moe/moe_utils.py: Transformer Engine multiplies no bfloat16 tokens with a router's float32 weights.
+
+    cuBLAS has no such product. Torch converts both and multiplies in float32, as SGLang does. On any device.
+    """
+    module, given = "megatron.core.transformer.moe.moe_utils", "router_dtype != torch.float64"
+    alike = (given, f"{given} and inp.dtype == weight.dtype", 1)
+    patch_source(module, "RouterGatingLinearFunction.forward", alike)
+
+
 def accept_cpu_parameters() -> None:
     """optimizer/optimizer.py: scalars on "cuda", parameter dtypes checked by type strings."""
     module = "megatron.core.optimizer.optimizer"

@@ -213,7 +213,9 @@ class DeltaNetParts:
 
     def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
         rows = [rows for tensor in tensors for rows in tensor.sections or tensor.shape[:1]]
-        return dict(zip(DELTA_NET_PARTS, rows, strict=False))
+        # A convolution has the first three.
+        names = DELTA_NET_PARTS[:3] if len(rows) == 3 else DELTA_NET_PARTS
+        return dict(zip(names, rows, strict=True))
 
 
 def _rows(tensors: Sequence[HfTensor]) -> list[int]:

@@ -72,6 +72,17 @@ def test_layers_of_megatron_attend_with_transformer_engine_where_it_is_installed
     assert backends.get_backend("local").core_attention() is attention
 
 
+def test_local_layers_of_sparse_attention_are_known_where_transformer_engine_is_installed(monkeypatch):
+    """There absorbed_mla.py knows another class by the name of `Linear`."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+    monkeypatch.setattr(absorbed_mla, "Linear", type("Linear", (), {}))
+    monkeypatch.setattr(megatron_patches.layers, "patch_attr", lambda *given: None)
+    megatron_patches.layers.offer_sparse_attention()
+    assert absorbed_mla.Linear is LocalSpecProvider().linear()
+
+
 def test_a_function_that_megatron_compiles_runs_as_it_is_without_a_gpu():
     from megatron.core.activations import squared_relu
 
@@ -423,6 +434,35 @@ def test_norms_are_torch_s_and_say_whether_their_gradients_are_added_up():
         kind = "LayerNorm" if option == "layernorm_zero_centered_gamma" else "RMSNorm"
         with pytest.raises(ValueError, match=f"{option} needs Transformer Engine or Apex"):
             WrappedTorchNorm(SimpleNamespace(**{**plain, option: True}, normalization=kind), 16)
+
+
+def test_a_router_with_float32_weights_multiplies_bfloat16_tokens_beside_transformer_engine(monkeypatch):
+    """The stand-in for Transformer Engine's product takes what cuBLAS takes, operands of one dtype."""
+    megatron_patches.apply()
+    from megatron.core.transformer.moe import moe_utils
+
+    products = {"TN": lambda a, b: b @ a.T, "NN": lambda a, b: b @ a, "NT": lambda a, b: b.T @ a}
+    calls = []
+
+    def general_gemm(a, b, dtype, layout, bias=None, grad=False):
+        assert a.dtype is b.dtype
+        calls.append(layout)
+        return (products[layout](a.to(dtype), b.to(dtype)),)
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", general_gemm)
+    for weight_dtype, expected_calls in ((torch.float32, ["NN", "NT"]), (torch.bfloat16, ["TN", "NN", "NT"])):
+        calls.clear()
+        tokens, weight, upstream = heads((5, 2, 16), (4, 16), (5, 2, 4))
+        tokens, weight = tokens.bfloat16().requires_grad_(), weight.to(weight_dtype).requires_grad_()
+        exact = [x.detach().double().requires_grad_() for x in (tokens, weight)]
+        logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+        expected = torch.nn.functional.linear(*exact)
+        assert logits.dtype is torch.float32
+        torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
+        found = torch.autograd.grad((logits * upstream).sum(), (tokens, weight))
+        for one, right in zip(found, torch.autograd.grad((expected * upstream).sum(), exact), strict=True):
+            torch.testing.assert_close(one.double(), right, atol=1e-2, rtol=1e-2)
+        assert calls == expected_calls
 
 
 def test_a_zero_centred_norm_is_qwen3_next_s():

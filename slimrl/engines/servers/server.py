@@ -224,6 +224,9 @@ def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bo
         **{name: value for name, (value, _) in ENGINE_PINNED.items()},
         # The last inputs of a gated delta net's convolution, which SGLang would round to bfloat16 in any model.
         "SGLANG_MAMBA_CONV_DTYPE": precision.dtype,
+        # SGLang fuses two tensors of an indexer of sparse attention: neither could be verified by its name, and one in
+        # FP8 would be lost if a bucket ended between its weight and its scales.
+        "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
     }
     if cuda:
         # Without it an engine that has released its memory keeps that of its CUDA graphs.
