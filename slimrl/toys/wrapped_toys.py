@@ -3,12 +3,11 @@
 The towers have two layers 16 wide. Names and keys are those of released checkpoints.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from slimrl.base.seeds import derive_seed
 from slimrl.config.hf_config import expert_columns
@@ -16,6 +15,9 @@ from slimrl.config.wrapper import WRAPPED_IN, Stacking, text_config, wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.wrapped_layout import WrappedLayout
 from slimrl.toys.toy_configs import TOYS, ToySize
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LAYERS, _WIDE, _MLP, _HEADS, _PATCH, _MERGED = 2, 16, 24, 2, 4, 4
 """Sizes of a tower: layers, their width, that of their MLPs, attention heads, a patch's side, and patches that make one
@@ -136,6 +138,8 @@ def toy_layout(hf_config: dict[str, Any], specs: list[TensorSpec]) -> WrappedLay
 
 def random_vision(layout: WrappedLayout, std: float, seed: int) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of other modalities, each from its own seed."""
+    import torch
+
     for name, spec in layout.carried.items():
         generator = torch.Generator().manual_seed(derive_seed(seed, name))
         yield name, torch.empty(spec.shape).normal_(0.0, std, generator=generator)

@@ -26,13 +26,14 @@ from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 SIZE = ToySize(init_std=0.1)
+WRAPPED_WITH_EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe_wrapped", "kimi_k25")
 TIMEOUT_S = 60.0
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
 
 
 def layouts(family: str) -> list[tuple[int, int, int]]:
     """(tensor, expert, groups): groups where SGLang's model forms them, else more ranks than key-value heads."""
-    name = {"qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3"}.get(family, family)
+    name = {"qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3"}.get(family, family.removesuffix("_wrapped"))
     (row,) = (one for one in FAMILIES if one.name == name)
     groups = [(2, 1, 2), (4, 2, 2)] if row.attention_groups else [(4, 2, 1)]
     # SGLang loads the experts of gpt-oss into no engine that has them apart.
@@ -67,10 +68,10 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tensor", "expert", "groups"),
-    [(family, *layout) for family in (*WITH_EXPERTS, "qwen3_vl_moe", "kimi_k25") for layout in layouts(family)]
+    [(family, *layout) for family in (*WITH_EXPERTS, *WRAPPED_WITH_EXPERTS) for layout in layouts(family)]
     + [("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]]
     + [(family, *layout) for family in ("qwen3", "qwen2", "llama") for layout in [(1, 1, 1), (2, 1, 1)]]
-    + [("qwen3_vl", *layout) for layout in [(1, 1, 1), (2, 1, 1)]],
+    + [(family, *layout) for family in ("qwen3_vl", "qwen3_5_wrapped") for layout in [(1, 1, 1), (2, 1, 1)]],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups

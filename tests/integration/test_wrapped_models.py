@@ -78,7 +78,7 @@ def test_an_export_is_the_wrapped_checkpoint_again(tmp_path):
     cases = [
         (path, tmp_path / "out" / path.name, ParallelConfig(tensor=2, sequence=True, expert=2 if moe else 1))
         for path in models(tmp_path)
-        for moe in [not path.name.startswith("qwen3_vl_tied") and path.name != "qwen3_vl"]
+        for moe in [path.name not in ("qwen3_vl", "qwen3_vl_tied", "qwen3_5_wrapped")]
     ]
     (tmp_path / "out").mkdir()
     run_ranks(exports, 2, cases, timeout_s=150)

@@ -15,7 +15,7 @@ from small_models import CONFIGS
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from slimrl.config.wrapper import wrapper_of
+from slimrl.config.wrapper import Stacking, wrapper_of
 
 _QWEN_VISION = {
     "depth": 2,
@@ -52,10 +52,21 @@ def _qwen(model_type: str, text: str, **changes: Any) -> dict[str, Any]:
     return config
 
 
+def _qwen3_5(text: str) -> dict[str, Any]:
+    return {
+        "model_type": text,
+        "tie_word_embeddings": False,
+        "text_config": {**CONFIGS[text], "rms_norm_eps": 1e-6, "model_type": f"{text}_text"},
+        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+    }
+
+
 WRAPPED: dict[str, dict[str, Any]] = {
     "qwen3_vl": _qwen("qwen3_vl", "qwen3"),
     "qwen3_vl_tied": _qwen("qwen3_vl", "qwen3", tie_word_embeddings=True),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", "qwen3_moe"),
+    "qwen3_5_wrapped": _qwen3_5("qwen3_5"),
+    "qwen3_5_moe_wrapped": _qwen3_5("qwen3_5_moe"),
     "kimi_k25": {
         "model_type": "kimi_k25",
         "tie_word_embeddings": False,
@@ -92,7 +103,9 @@ def wrapped_model(name: str, path: Path, *, released: bool = True) -> Path:
         own = {"dtype": "float32", "architectures": [wrapper_of(WRAPPED[name]).engine_class]}
         (path / "config.json").write_text(json.dumps({**WRAPPED[name], **own}, indent=2) + "\n")
         tensors = load_file(path / "model.safetensors")
-        save_file(dict(_released(*pair) for pair in tensors.items()), path / "model.safetensors", {"format": "pt"})
+        transposed = wrapper_of(WRAPPED[name]).stacked is Stacking.inputs_first
+        named = dict(_released(*pair, transposed) for pair in tensors.items())
+        save_file(named, path / "model.safetensors", {"format": "pt"})
     (path / "tokenizer.json").write_text("{}")
     return path
 
@@ -121,8 +134,8 @@ _RENAMED = {
 """Parts of names of Kimi-K2.5 as transformers saves them -> as they are released."""
 
 
-def _released(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+def _released(name: str, tensor: Tensor, transposed: bool) -> tuple[str, Tensor]:
+    if transposed and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return name, tensor.transpose(1, 2).contiguous()
     for saved, released in _RENAMED.items():
         name = name.replace(saved, released)

@@ -7,6 +7,7 @@ from slimrl_tools.inspect.model_facts import STORAGE_KEYS
 
 from slimrl.config.wrapper import WRAPPED_IN
 from slimrl.models.families.mtp import MTP_KEYS
+from slimrl.models.hf_config import head_dim, partial_rotary_factor
 
 IRRELEVANT_KEYS = frozenset(
     {
@@ -51,13 +52,19 @@ layers for multi-token prediction, which it leaves out, dtypes of an engine's co
 `use_sliding_window` turns on."""
 
 
+_KINDS = ("full_attention", "indexed_attention")
+"""What transformers calls layers of a kind of which a model has nothing else; the second is of models with indexers."""
+
 REPEATED_KEYS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "expert_hidden_dim": lambda config: [config.get("moe_intermediate_size")],
     "full_attention_interval": lambda config: [1 + [*config["layer_types"], "full_attention"].index("full_attention")],
     "head_dim": lambda config: [config.get("qk_rope_head_dim")],
-    "layer_types": lambda config: [["full_attention"] * config["num_hidden_layers"]],
+    "layer_types": lambda config: [
+        [kind] * config["num_hidden_layers"] for kind in _KINDS[: 2 if config.get("index_topk") else 1]
+    ],
     "num_key_value_heads": lambda config: [config["num_attention_heads"]],
     "partial_rotary_factor": lambda config: [(config.get("rope_parameters") or {}).get("partial_rotary_factor")],
+    "rotary_dim": lambda config: [round(head_dim(config) * partial_rotary_factor(config))],
     "qk_head_dim": lambda config: [config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)],
 }
 """Redundant keys: harmless unread if they have one of these values."""
