@@ -24,6 +24,8 @@ ANY_DEVICE: tuple[Patch, ...] = (
     layers.offer_delta_nets,
     layers.offer_sparse_attention,
     layers.compute_delta_rule_in_torch,
+    literals.add_expert_biases_out_of_place,
+    literals.multiply_router_weights_of_another_dtype,
     rope.rotate_packed_sequences_at_once,
     checkpointing.keep_results_in_process,
     checkpointing.copy_views_one_at_a_time,

@@ -1,10 +1,14 @@
-"""Core attention of the local spec in plain torch: packed sequences, context parallelism, unequal head sizes.
+"""Core attention of the local spec in plain torch: packed sequences, context parallelism, unequal head sizes, sliding
+windows, sinks.
 
 1. A micro-batch is split into its sequences; each attends to itself, so that cost grows with the sum of squares.
    Without context parallelism, short ones of about one length are padded and share a call, which takes less time than
    as many calls.
 2. Under context parallelism keys and values are gathered from all ranks and put back into sequence order; this rank's
-   queries stay in their zigzag chunks and attend to all earlier positions of their sequence.
+   queries stay in their zigzag chunks and attend to the earlier positions of their sequence.
+3. A sink is a learned score of each head, a further term of the softmax's denominator (gpt-oss). PyTorch's kernel has
+   none, so it is the score of a further key whose value is 0: a further channel is 1 in that key, 0 in the others, and
+   the sink in every query.
 
 T tokens on this rank, H query heads, G key-value heads, D channels of a key, E of a value.
 """
@@ -18,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_patches.zigzag import zigzag_indices
@@ -47,8 +52,15 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         channels = k_channels or config.kv_channels
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels)
-        self.cp_group = pg_collection.cp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        # Tokens before its own that a query sees; None for all.
+        self.window: int | None = config.window_size[0] if windowed else None
+        if config.softmax_type not in ("vanilla", "learnable"):
+            raise ValueError(f"trainer.megatron.softmax_type: {config.softmax_type} needs a GPU and Transformer Engine")
+        sinks_H = torch.zeros(config.num_attention_heads // self.tp_group.size(), dtype=config.params_dtype)
+        self.softmax_offset = torch.nn.Parameter(sinks_H) if config.softmax_type == "learnable" else None
 
     def forward(
         self,
@@ -92,7 +104,7 @@ class CoreAttention(MegatronModule):
         order = torch.cat([zigzag_indices(bounds, ranks, r) for r in range(ranks)]).argsort().to(query.device)
         gathered = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
         key, value = (x.index_select(0, order) for x in gathered)
-        masks = [_causal_mask(length, ranks, rank, query.device) for length in lengths]
+        masks = [_causal_mask(length, ranks, rank, self.window, query.device) for length in lengths]
         # split() has one backward; each slice would allocate the whole gradient.
         queries = query.split([length // ranks for length in lengths])
         outputs = []
@@ -115,7 +127,10 @@ class CoreAttention(MegatronModule):
         return torch.cat(outputs).index_select(0, rows_T.to(query.device)).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """`mask`: bool [queries, keys] of the tokens that a query sees; None for those of the layer's causal order."""
         channels = v.shape[-1]
+        if mask is None and (self.window is not None or self.softmax_offset is not None):
+            mask = _causal_mask(q.shape[-2], 1, 0, self.window, q.device)
         if channels < k.shape[-1]:
             # PyTorch's fused kernel of a CPU takes equal head sizes alone; the others hold all scores and are slower.
             v = F.pad(v, (0, k.shape[-1] - channels))
@@ -123,6 +138,9 @@ class CoreAttention(MegatronModule):
         if q.device.type == "cpu" and dtype == torch.bfloat16:
             # The backward pass of a CPU's kernel takes several times as long in bfloat16; this keeps twice the memory.
             q, k, v = q.float(), k.float(), v.float()
+        if self.softmax_offset is not None:
+            assert mask is not None
+            q, k, v, mask = _with_sinks(q, k, v, mask, self.softmax_offset.to(q.dtype) / self.scale)
         attended = F.scaled_dot_product_attention(
             q,
             k,
@@ -134,6 +152,30 @@ class CoreAttention(MegatronModule):
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return attended[..., :channels].to(dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """The sinks, under the key and in the shards of Megatron's own attention."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks_H: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same attention with one more key, which every query sees; `sinks_H`: its scores before they are scaled."""
+    sink_channel = sinks_H[:, None, None].expand(*q.shape[:-1], 1)
+    k = F.pad(F.pad(k, (0, 1)), (0, 0, 0, 1))
+    last_key = torch.zeros_like(k)
+    last_key[..., -1, -1] = 1.0
+    # Values have as many channels as keys.
+    v = F.pad(v, (0, k.shape[-1] - v.shape[-1], 0, 1))
+    return torch.cat([q, sink_channel], dim=-1), k + last_key, v, F.pad(mask, (0, 1), value=True)
 
 
 def padded_groups(bounds: list[int]) -> tuple[list[Tensor], Tensor]:
@@ -159,7 +201,10 @@ def padded_groups(bounds: list[int]) -> tuple[list[Tensor], Tensor]:
     return groups_BL, torch.arange(bounds[-1]) + (row_S - start_S).repeat_interleave(torch.tensor(lengths))
 
 
-def _causal_mask(length: int, ranks: int, rank: int, device: torch.device) -> Tensor:
-    """bool [length / ranks, length]: tokens of a sequence that each query of this rank sees."""
-    positions = zigzag_indices([0, length], ranks, rank).to(device)
-    return positions[:, None] >= torch.arange(length, device=device)
+def _causal_mask(length: int, ranks: int, rank: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [length / ranks, length]: tokens of a sequence that each query of this rank sees; `window`: at most this
+    many before its own."""
+    query_Q1 = zigzag_indices([0, length], ranks, rank).to(device)[:, None]
+    key_L = torch.arange(length, device=device)
+    visible_QL = key_L <= query_Q1
+    return visible_QL if window is None else visible_QL & (key_L >= query_Q1 - window)

@@ -86,8 +86,8 @@ def offer_sparse_attention() -> None:
     """models/gpt/gpt_layer_specs.py refuses DeepSeek's sparse attention, which other files of it have (DeepSeek-V3.2,
     GLM-5).
 
-    Its specification asks for a linear layer that every rank holds whole, which Megatron's own layers lack. On any
-    device.
+    Its specification asks for a linear layer that every rank holds whole, which Megatron's own layers lack, and
+    absorbed_mla.py takes down projections of the classes that it knows alone. On any device.
     """
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import gpt_layer_specs
@@ -97,7 +97,7 @@ def offer_sparse_attention() -> None:
     from megatron_patches.replicated_linear import ReplicatedLinear
 
     LocalSpecProvider.linear = lambda self: ReplicatedLinear  # type: ignore[attr-defined]
-    absorbed_mla.Linear = absorbed_mla.Linear or ReplicatedLinear
+    absorbed_mla.Linear = ReplicatedLinear
     original = gpt_layer_specs.get_gpt_decoder_layer_specs
 
     @functools.wraps(original)

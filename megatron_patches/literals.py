@@ -1,4 +1,5 @@
-"""Text that is replaced in megatron-core: the device "cuda", dtypes of CUDA tensors, assumptions about Adam."""
+"""Text that is replaced in megatron-core: the device "cuda", dtypes of CUDA tensors, assumptions about Adam, an
+operation in place."""
 
 from megatron_patches.patching import patch_source
 
@@ -39,6 +40,16 @@ def compare_metadata_on_cpu() -> None:
     patch_source(module, "verify_global_md_reuse", (*CUDA_TO_CPU, 1))
 
 
+def multiply_router_weights_of_another_dtype() -> None:
+    """transformer/moe/moe_utils.py: Transformer Engine multiplies no bfloat16 tokens with a router's float32 weights.
+
+    cuBLAS has no such product. Torch converts both and multiplies in float32, as SGLang does. On any device.
+    """
+    module, given = "megatron.core.transformer.moe.moe_utils", "router_dtype != torch.float64"
+    alike = (given, f"{given} and inp.dtype == weight.dtype", 1)
+    patch_source(module, "RouterGatingLinearFunction.forward", alike)
+
+
 def accept_cpu_parameters() -> None:
     """optimizer/optimizer.py: scalars on "cuda", parameter dtypes checked by type strings."""
     module = "megatron.core.optimizer.optimizer"
@@ -52,6 +63,17 @@ def accept_cpu_shards() -> None:
     module = "megatron.core.optimizer.distrib_optimizer"
     patch_source(module, "DistributedOptimizer._build_model_and_main_param_groups", ("torch.cuda.", "torch.", 6))
     patch_source(module, "DistributedOptimizer.__init__", ("'torch.cuda.", "'torch.", 2))
+
+
+def add_expert_biases_out_of_place() -> None:
+    """transformer/mlp.py: an expert's bias is added in place, to a view of what the linear layer returned.
+
+    Autograd refuses it for Megatron's own layers, so that experts with biases (gpt-oss) could not train.
+    """
+    added = "output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)"
+    patch_source(
+        "megatron.core.transformer.mlp", "MLP.forward", (f"output += {added}", f"output = output + {added}", 1)
+    )
 
 
 def keep_steps_of_torch_adam() -> None:

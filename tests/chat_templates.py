@@ -123,6 +123,8 @@ _KIMI = {"model_type": "kimi_k2", "tokens": _KIMI_TOKENS, "stops": ("<|im_end|>"
 _LLAMA = {"model_type": "llama", "tokens": _LLAMA_TOKENS, "stops": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
           "ends": ("<|eot_id|>", "<|eot_id|>")}  # fmt: skip
 _LLAMA_CALLS = {**_LLAMA, "parser": "llama3", "calls": "llama3", "parallel": False}
+_HARMONY_TOKENS = ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>",
+                   "<|end|>", "<|message|>", "<|call|>")  # fmt: skip
 _NO_THINKING = {"enable_thinking": False}
 
 MODELS = {
@@ -174,6 +176,11 @@ MODELS = {
     "minimax_m2": Model(
         like="MiniMax-M2", model_type="minimax_m2", file="minimax_m2.jinja", tokens=_MINIMAX_TOKENS, stops=("[e~[",),
         parser="minimax-m2", calls="minimax_m2", **_IN_HEADER,
+    ),
+    "gpt_oss": Model(
+        like="gpt-oss", model_type="gpt_oss", file="gpt_oss.jinja", tokens=_HARMONY_TOKENS,
+        stops=("<|return|>", "<|endoftext|>", "<|call|>"), parallel=False,
+        thought="<|channel|>analysis<|message|>{}<|end|><|start|>assistant", answer="<|channel|>final<|message|>{}",
     ),
     "llama3": Model(like="Llama-3-Instruct", file="llama3.jinja", **_LLAMA),
     "llama31": Model(like="Llama-3.1-Instruct, 3.3", file="llama31.jinja", **_LLAMA_CALLS),

@@ -17,6 +17,8 @@ PUBLISHED_SIZES = {
     "GLM-4.5": PublishedSize(355, 32),
     "GLM-4.5-Air": PublishedSize(106, 12),
     "GLM-4.7-Flash": PublishedSize(30, 3),
+    "gpt-oss-20b": PublishedSize(20.91, 3.61),
+    "gpt-oss-120b": PublishedSize(116.83, 5.13),
     "GLM-5": PublishedSize(744, 40),
     "Hy3": PublishedSize(295, 21),
     "Kimi-K2": PublishedSize(1000, 32),

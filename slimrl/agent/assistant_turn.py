@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from slimrl.agent.bounded_parser import BoundedParser
-from slimrl.agent.chat.thinking import split_thinking
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import Message
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
@@ -61,7 +60,7 @@ async def parse_turn(
     chat = dialogue.chat
     text = chat.turn_text(tokens)
     end = min((place for place in map(text.find, stop) if place >= 0), default=len(text))
-    thought = split_thinking(text[:end], opened=in_thinking)
+    thought = chat.split_turn(text[:end], opened=in_thinking)
     last = tokens[-1] if tokens else None
     at_call = last in dialogue.stop_token_ids and last not in chat.stop_token_ids
     if at_call and not thought.closed and not cut_off:

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from slimrl.agent.assistant_turn import parse_turn
 from slimrl.agent.chat.chat_format import CallName, Context
-from slimrl.agent.chat.thinking import split_thinking
 from slimrl.agent.compaction import SummaryRule, compacted, summary_of
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import UNKNOWN_TOOL, EnvironmentFailure, Message, Turn, call_name
@@ -197,7 +196,7 @@ class Conversation:
         if result.finish_reason != "stop":
             return Status.aborted if result.finish_reason == "abort" else Status.truncated
         text = self._dialogue.chat.turn_text(result.tokens)
-        return split_thinking(text, opened=self._in_thinking).answer.strip()
+        return self._dialogue.chat.split_turn(text, opened=self._in_thinking).answer.strip()
 
     @property
     def _turn_has_begun(self) -> bool:

@@ -1,4 +1,4 @@
-"""Opens a Hugging Face checkpoint folder, with plain weights, in block FP8 or in packed INT4."""
+"""Opens a Hugging Face checkpoint folder, with plain weights, in block FP8, in packed INT4 or in MXFP4."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,15 @@ from torch import Tensor
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, block_rows
 from slimrl.checkpoints.int4_reader import Int4Reader
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.stacked_experts import StackedFolder
 from slimrl.checkpoints.wrapped_folder import WrappedFolder
+from slimrl.config.hf_config import stacks_experts
 from slimrl.config.wrapper import wrapper_of
 from slimrl.data.model_weights import TensorSpec
-from slimrl.models.hf_config import dtype_name, read_hf_config
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import dtype_name, is_mxfp4, read_hf_config
 from slimrl.models.tensor_names import EMBEDDING, HEAD, left_out
+from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockFp8, dequantize
 from slimrl.quantization.int4 import PackedInt4
 
@@ -31,6 +35,8 @@ def is_block_fp8(path: Path) -> bool:
         ValueError: the config.json is broken, or the kind of quantisation is not supported.
     """
     config = read_hf_config(path)
+    if is_mxfp4(config):
+        return False
     return PackedInt4.of_config(config) is None and BlockFp8.of_config(config) is not None
 
 
@@ -55,7 +61,7 @@ def open_hf_checkpoint(path: Path, dtype: str | None = None) -> CheckpointReader
 
 def dequantizing(
     folder: StoredFolder, hf_config: dict[str, Any], dtype: str | None
-) -> "DequantizingReader | Int4Reader | None":
+) -> "DequantizingReader | Int4Reader | StackedFolder | None":
     """A reader of a quantised checkpoint's plain weights; None if it is not quantised.
 
     Raises:
@@ -63,12 +69,22 @@ def dequantizing(
     """
     given = dtype or dtype_name(hf_config)
     try:
+        if weight_map := _stacking_map(hf_config):
+            assert isinstance(folder, SafetensorsFolder), "no wrapped model has such experts"
+            return StackedFolder(folder, weight_map, given)
         if int4 := PackedInt4.of_config(hf_config):
             return Int4Reader(folder, int4, given)
         fp8 = BlockFp8.of_config(hf_config)
     except ValueError as error:
         raise ValueError(f"{folder.path}: {error}") from error
     return None if fp8 is None else DequantizingReader(folder, fp8, given)
+
+
+def _stacking_map(hf_config: dict[str, Any]) -> WeightMap | None:
+    """The weight map of a model whose files hold the experts of a layer as one; None for others, also unknown ones."""
+    if not stacks_experts(hf_config):
+        return None
+    return family_of(hf_config).weight_map(hf_config)
 
 
 def open_stored(path: Path) -> StoredFolder:

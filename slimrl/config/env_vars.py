@@ -78,6 +78,7 @@ ENGINE_OWNED = {
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "slimrl, to off where ranks share the memory of a machine",
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "rollout.colocated",
     "SGLANG_MAMBA_CONV_DTYPE": "trainer.precision",
+    "SGLANG_DISABLE_DSA_INDEXER_FUSION": "slimrl, to on: a resync could not verify the weights of fused indexers",
     "MALLOC_MMAP_THRESHOLD_": _MALLOC,
     "MALLOC_TRIM_THRESHOLD_": _MALLOC,
     "MALLOC_TOP_PAD_": _MALLOC,

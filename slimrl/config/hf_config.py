@@ -45,6 +45,11 @@ def write_hf_config(folder: Path, hf_config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(stored_config(hf_config), indent=2) + "\n")
 
 
+EXPERTS_WITH_BIASES = STACKED_EXPERTS = ("gpt_oss",)
+"""`model_type` of models whose experts have biases; and of those of which files, and SGLang, have a tensor of all
+experts of a layer as one."""
+
+
 def first_of(hf_config: dict[str, Any], *names: str) -> int:
     """The first of these keys that is present and not null, else 0."""
     return next((int(hf_config[name]) for name in names if hf_config.get(name) is not None), 0)
@@ -58,6 +63,11 @@ def num_experts(hf_config: dict[str, Any]) -> int:
 def expert_columns(hf_config: dict[str, Any]) -> int:
     """Intermediate size of a routed expert."""
     return first_of(hf_config, "moe_intermediate_size", "intermediate_size")
+
+
+def stacks_experts(hf_config: dict[str, Any]) -> bool:
+    """Whether files hold a tensor of all experts of a layer as one, and SGLang loads nothing else."""
+    return hf_config.get("model_type") in STACKED_EXPERTS
 
 
 def num_dense_layers(hf_config: dict[str, Any]) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from slimrl.config.hf_config import num_experts
+from slimrl.config.hf_config import num_experts, stacks_experts
 from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
@@ -41,7 +41,8 @@ def linear_layers(hf_config: dict[str, Any]) -> tuple[str, ...]:
         # Megatron's sparse attention reads the weight of kv_b_proj, where adapters would add nothing.
         keys = LATENT_KEYS[:1] if hf_config.get("index_topk") else LATENT_KEYS
         attention = (*(LATENT_QUERY if hf_config.get("q_lora_rank") else GROUPED_QUERY[:1]), *keys)
-    return (*attention, "o_proj", *mlp_layers(hf_config))
+    # PEFT knows no layers within a tensor of all experts.
+    return (*attention, "o_proj", *(() if stacks_experts(hf_config) else mlp_layers(hf_config)))
 
 
 def mlp_layers(hf_config: dict[str, Any]) -> tuple[str, str, str]:

@@ -6,16 +6,19 @@ from functools import partial
 from typing import Any
 
 from slimrl.config.hf_config import (
+    EXPERTS_WITH_BIASES,
     expert_columns,
     first_of,
     num_dense_layers,
     num_experts,
     num_kv_heads,
     shared_columns,
+    stacks_experts,
 )
 from slimrl.config.load import trains
 from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.trainer import ParallelConfig
 
 UNEVEN_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -45,6 +48,8 @@ def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) ->
         yield from _positions(hf_config, "sft.max_tokens", recipe.sft.max_tokens)
     elif command != "export":
         yield from engine_violations(recipe, hf_config)
+        if trains(command):
+            yield from _transport(recipe, hf_config)
         # A context_length in the recipe says that the author knows better.
         if "context_length" not in recipe.rollout.sglang:
             yield from _positions(hf_config, "rollout.max_trajectory_tokens", recipe.rollout.max_trajectory_tokens)
@@ -104,6 +109,13 @@ def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     def etp_fits(size: int) -> bool:
         return not (columns % size or ranks % (size * parallel.expert * parallel.pipeline))
 
+    if hf_config.get("model_type") in EXPERTS_WITH_BIASES and parallel.expert_tensor > 1:
+        yield (
+            "trainer.parallel.expert_tensor",
+            f"{parallel.expert_tensor}: the model's experts have biases, and megatron-core shards no such experts. "
+            "Use 1, and trainer.parallel.expert.",
+        )
+        return
     columns = expert_columns(hf_config)
     yield from _must_divide("trainer.parallel.expert", parallel.expert, experts, "experts", ep_fits)
     key, noun = "trainer.parallel.expert_tensor", "columns of an expert"
@@ -218,10 +230,23 @@ def engine_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Vio
         yield "rollout.routed_experts", "the model has no experts. Use false."
     if not experts and ep > 1:
         yield "rollout.engine_ep", f"{ep}: the model has no experts. Use 1."
+    if hf_config.get("model_type") in EXPERTS_WITH_BIASES and ep > 1:
+        yield "rollout.engine_ep", f"{ep}: SGLang loads the experts of this model into engines that have all. Use 1."
+        return
     yield from _must_divide("rollout.engine_ep", ep, experts, "experts", ep_fits)
     if experts and not tp % ep and columns % (tp // ep):
         use = fitting_text(tp, tp_fits, heads)
         yield key, f"{tp // ep} does not divide the model's {columns} columns of an expert.{use}"
+
+
+def _transport(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    transport = recipe.resync.transport
+    if stacks_experts(hf_config) and transport in (TransportName.disk, TransportName.delta):
+        yield (
+            "resync.transport",
+            f"{transport.value}: versions hold each expert by itself, and SGLang reads files of this model with all "
+            "experts of a layer in one tensor. Use ipc or collective.",
+        )
 
 
 def _positions(hf_config: dict[str, Any], key: str, tokens: Any) -> Iterator[Violation]:

@@ -120,5 +120,6 @@ SHARED_RULES = (
     EngineRule(pattern=rf"(.+)\.gate_up_proj\.{SUFFIX}", slices=gate_up),
     EngineRule(pattern=r"(.+)\.down_proj\.(weight|weight_scale_inv)", slices=down),
     EngineRule(pattern=r".+\.mlp\.gate\.weight", slices=unfused(in_model_dtype=True)),
+    EngineRule(pattern=r".+\.indexer\.k_norm\.(weight|bias)", slices=unfused(in_model_dtype=True)),
     EngineRule(pattern=r"lm_head\.weight", slices=_vocabulary),
 )

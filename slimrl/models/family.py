@@ -14,6 +14,7 @@ from slimrl.models.families import (
     glm4_moe,
     glm4_moe_lite,
     glm_moe_dsa,
+    gpt_oss,
     hy_v3,
     llama,
     minimax_m2,
@@ -133,6 +134,13 @@ FAMILIES = (
         unserved=minimax_m2.unserved,
         engine_rules=minimax_m2.ENGINE_RULES,
         call_parsers=("minimax-m2",),
+    ),
+    Family(
+        name="gpt_oss",
+        model_types=("gpt_oss",),
+        module=gpt_oss,
+        engine_rules=gpt_oss.ENGINE_RULES,
+        call_parsers=("gpt-oss",),
     ),
     Family(
         name="deepseek_v32",

@@ -12,7 +12,7 @@ from slimrl.config.hf_config import read_hf_config as read_hf_config
 from slimrl.config.hf_config import write_hf_config as write_hf_config
 from slimrl.config.hub import CONFIG_FILES, cached, hub_model
 from slimrl.config.wrapper import text_config
-from slimrl.models.published_index import is_stored_in_fp8
+from slimrl.models.published_index import is_stored_in
 
 FP8_SUFFIX = "-FP8"
 """End of the name of a published model's checkpoint in block FP8."""
@@ -43,6 +43,20 @@ BLOCK_FP8 = {
     "modules_to_not_convert": [],
 }
 """`quantization_config` of such a checkpoint, as quantization/fp8.py writes it."""
+
+MXFP4 = {"quant_method": "mxfp4"}
+"""`quantization_config` of a checkpoint whose experts are in MXFP4."""
+
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+"""Suffixes of the names of the two tensors that store one in MXFP4."""
+
+MXFP4_BLOCK = 32
+"""Values of MXFP4 that share a scale, neighbours in a row."""
+
+MXFP4_REFUSED = (
+    "quantization_config: the experts are in MXFP4, to which no resync and no export rounds. `slimrl-tools dequantize` "
+    "writes the model in bfloat16, for trainer and engines; without engines (`slimrl sft`) it is read as it is"
+)
 
 DEFAULT_DTYPE = "float32"
 """Dtype of a checkpoint whose config names none."""
@@ -76,6 +90,11 @@ def plain_config(hf_config: Mapping[str, Any], dtype: str | None = None) -> dict
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     return config
+
+
+def is_mxfp4(hf_config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that experts are in MXFP4."""
+    return (hf_config.get("quantization_config") or {}).get("quant_method") == MXFP4["quant_method"]
 
 
 def rope_theta(hf_config: dict[str, Any]) -> float:
@@ -156,8 +175,10 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
             f", whose sizes {given} has" if given.startswith(tuple(OF_SAME_SIZES)) else "",
         )
         plain = given.upper().endswith(PLAIN_SUFFIX)
-        if given.endswith(FP8_SUFFIX) or (not plain and is_stored_in_fp8(name)):
+        if given.endswith(FP8_SUFFIX) or (not plain and is_stored_in(name, "F8_E4M3")):
             config, stored = {**config, "quantization_config": BLOCK_FP8}, "block FP8"
+        elif not plain and is_stored_in(name, "U8"):
+            config, stored = {**config, "quantization_config": MXFP4}, "MXFP4"
         else:
             stored = dtype_name(config)
         return config, f"{name} as published{same}, in {stored}, for {model_path} is not here"

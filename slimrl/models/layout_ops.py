@@ -85,6 +85,24 @@ class GateUp:
 
 
 @dataclass(frozen=True)
+class InterleavedGateUp:
+    """The same of one tensor whose rows alternate, a row of gate and then one of up: [2F, H], or biases [2F]."""
+
+    def to_megatron(self, *weights: Tensor) -> Tensor:
+        (weight,) = weights
+        return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+    def to_hf(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return (self.groups(weight)[0].flatten(0, 1),)
+
+    def groups(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return (weight.unflatten(0, (2, -1)).transpose(0, 1).contiguous(),)
+
+    def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
+        return dict.fromkeys(("_w", "_v"), sum(_rows(tensors)) // 2)
+
+
+@dataclass(frozen=True)
 class GroupedQKV:
     """Query, key and value interleaved by group: G times [Q query heads, 1 key head, 1 value head], each D rows.
 
@@ -195,7 +213,9 @@ class DeltaNetParts:
 
     def stored_parts(self, tensors: Sequence[HfTensor]) -> dict[str, int]:
         rows = [rows for tensor in tensors for rows in tensor.sections or tensor.shape[:1]]
-        return dict(zip(DELTA_NET_PARTS, rows, strict=False))
+        # A convolution has the first three.
+        names = DELTA_NET_PARTS[:3] if len(rows) == 3 else DELTA_NET_PARTS
+        return dict(zip(names, rows, strict=True))
 
 
 def _rows(tensors: Sequence[HfTensor]) -> list[int]:

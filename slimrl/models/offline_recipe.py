@@ -25,11 +25,18 @@ from slimrl.config.tracking_rules import tracking_warnings
 from slimrl.config.wrapper import wrapper_of
 from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import SCALE_SUFFIX, config_for_planning, nearest_published, published_model
+from slimrl.models.hf_config import (
+    MXFP4_REFUSED,
+    SCALE_SUFFIX,
+    config_for_planning,
+    is_mxfp4,
+    nearest_published,
+    published_model,
+)
 from slimrl.models.indexer_rules import indexer_violations
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.published_index import index_names, published_tensors
-from slimrl.models.tensor_names import find_mismatches, left_out
+from slimrl.models.tensor_names import experts_apart, find_mismatches, left_out
 from slimrl.models.wrapped_layout import text_shapes
 
 NEEDS_TRANSFORMER_ENGINE = "needs a GPU and Transformer Engine."
@@ -110,6 +117,8 @@ def read_offline(
     if hf_config is not None:
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _bucket_violations(loaded, hf_config)]
+        if command in ("train", "resync estimate") and is_mxfp4(hf_config):
+            problems.append(loaded.problem("model.path", f"{loaded.recipe.model.path}: {MXFP4_REFUSED}."))
         problems += [loaded.problem(*violation) for violation in _draft_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _index_violations(loaded, hf_config)]
     if importlib.util.find_spec("transformer_engine") is None:
@@ -236,6 +245,7 @@ def _index_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterat
     shapes = {
         tensor: shape for tensor, shape in shapes.items() if tensor not in aside and not tensor.endswith(SCALE_SUFFIX)
     }
+    shapes = experts_apart(weight_map, shapes, expert_ranges=True)
     found = find_mismatches(weight_map, shapes, expert_ranges=not wrapped)
     lines = [*found.lines(), *(f"{tensor}: of another shape" for tensor in found.misshaped)]
     if lines:

@@ -59,10 +59,10 @@ def published_tensors(name: str, *, expert_ranges: bool = False) -> dict[str, Pu
     return tensors
 
 
-def is_stored_in_fp8(name: str) -> bool:
-    """Whether a published model's linear layers are float8 in its files."""
+def is_stored_in(name: str, dtype: str) -> bool:
+    """Whether a published model's files hold tensors of this dtype, as safetensors spells it."""
     return name in index_names() and any(
-        tensor.dtype == "F8_E4M3" for tensor in published_tensors(name, expert_ranges=True).values()
+        tensor.dtype == dtype for tensor in published_tensors(name, expert_ranges=True).values()
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slimrl.models.hf_config import BLOCKS_SUFFIX, MXFP4_BLOCK, SCALES_SUFFIX
 from slimrl.models.weight_map import HfTensor, Rule, WeightMap
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -112,7 +113,27 @@ def with_expert_ranges(weight_map: WeightMap) -> Iterator[tuple[Rule, HfTensor]]
         for layer in rule.layers if rule.layers is not None else (None,):
             for tensor in rule.hf:
                 name = tensor.name.replace("{layer}", str(layer)).replace("{expert}", experts)
-                yield rule, replace(tensor, name=name)
+                stacked = tensor.stacked and tensor.stacked.replace("{layer}", str(layer))
+                yield rule, replace(tensor, name=name, stacked=stacked)
+
+
+def experts_apart(
+    weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]], *, expert_ranges: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """The same tensors with those of each expert in place of one that holds those of all, plain or in MXFP4, where the
+    map has them so; arguments as those of `find_mismatches`."""
+    apart = dict(shapes)
+    for _, tensor in with_expert_ranges(weight_map) if expert_ranges else _tensors(weight_map):
+        if tensor.stacked is None:
+            continue
+        if tensor.stacked in shapes:
+            apart.pop(tensor.stacked, None)
+            apart[tensor.name] = shapes[tensor.stacked][:0:-1]
+        elif (blocks := shapes.get(tensor.stacked + BLOCKS_SUFFIX)) is not None:
+            for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX):
+                apart.pop(tensor.stacked + suffix, None)
+            apart[tensor.name] = (*blocks[1:-2], blocks[-2] * MXFP4_BLOCK)
+    return apart
 
 
 def _tensors(weight_map: WeightMap) -> Iterator[tuple[Rule, HfTensor]]:

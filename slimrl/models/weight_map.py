@@ -31,6 +31,9 @@ class HfTensor:
     """Further names under which a checkpoint may repeat the tensor. They are written; a checkpoint may lack them."""
     quantizable: bool = True
     """Whether the tensor is quantised if its rule is `quantizable`."""
+    stacked: str | None = None
+    """Name under which files hold this tensor of all experts as one, [experts, *shape], matrices transposed; None for
+    one that they hold by itself (checkpoints/stacked_experts.py)."""
     sections: tuple[int, ...] = ()
     """Sizes of the sections of dimension 0, if each is sharded by itself: rank i holds part i of every section."""
 
@@ -84,7 +87,10 @@ class Entry:
 
     @cached_property
     def hf(self) -> tuple[HfTensor, ...]:
-        return tuple(replace(tensor, name=self.named(tensor.name)) for tensor in self.rule.hf)
+        return tuple(
+            replace(tensor, name=self.named(tensor.name), stacked=tensor.stacked and self.named(tensor.stacked))
+            for tensor in self.rule.hf
+        )
 
     @property
     def fused_group(self) -> str | None:
@@ -194,6 +200,18 @@ class WeightMap:
     def originals(self) -> dict[str, str]:
         """Name of a copy -> name of the tensor that it repeats."""
         return {copy: tensor.name for tensor in self.hf_tensors.values() for copy in tensor.copies}
+
+    @cached_property
+    def stacked(self) -> dict[str, tuple[str, int]]:
+        """Name of an expert's tensor -> name of the one in which files hold those of all experts, and index there."""
+        if not any(tensor.stacked for rule in self.rules for tensor in rule.hf):
+            return {}
+        return {
+            tensor.name: (tensor.stacked, entry.expert)
+            for entry in self.entries
+            for tensor in entry.hf
+            if tensor.stacked is not None and entry.expert is not None
+        }
 
     @cached_property
     def _index(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slimrl.data.model_weights import TensorSpec
-from slimrl.models.hf_config import FP8_BLOCK
+from slimrl.models.hf_config import FP8_BLOCK, MXFP4_REFUSED, is_mxfp4
 from slimrl.models.hf_config import SCALE_SUFFIX as SCALE_SUFFIX
 
 FP8_DTYPE = "float8_e4m3fn"
@@ -65,6 +65,8 @@ class BlockFp8:
         raw = hf_config.get("quantization_config")
         if not raw:
             return None
+        if is_mxfp4(hf_config):
+            raise ValueError(f"config.json: {MXFP4_REFUSED}")
         block = raw.get("weight_block_size")
         problems = [
             f"{key} {raw.get(key, default)!r}, only {known!r} is supported"

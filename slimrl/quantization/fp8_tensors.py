@@ -13,8 +13,10 @@ def quantized_names(weight_map: WeightMap, fp8: BlockFp8) -> set[str]:
 
     Raises:
         ValueError: `modules_to_not_convert` names only some of the tensors that engines fuse (query, key and value;
-            gate and up).
+            gate and up); or files hold all experts of a layer as one tensor.
     """
+    if weight_map.stacked:
+        raise ValueError("block FP8 is not supported for a model whose files hold all experts of a layer as one tensor")
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in weight_map.entries:
         if entry.rule.quantizable:

@@ -12,6 +12,7 @@ import torch
 from slimrl.base.atomic import atomic_folder
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import write_safetensors
+from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
 from slimrl.config.alignment import round_up
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
@@ -59,7 +60,7 @@ def write_sized_toy(config: dict[str, Any], out: Path, seed: int) -> int:
     specs = weight_map.specs(dtype)
     with atomic_folder(out) as partial:
         tensors = random_tensors(config, weight_map, config["initializer_range"], seed, getattr(torch, dtype))
-        write_safetensors(partial, specs, tensors)
+        write_safetensors(partial, stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors))
         write_hf_config(partial, config)
     return sum(map(spec_bytes, specs))
 

@@ -232,6 +232,27 @@ def _minimax_m2(size: ToySize) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(size: ToySize) -> dict[str, Any]:
+    """Every other layer sees 32 tokens, fewer than conversations have; yarn as in the published model."""
+    return {
+        **_decoder(size, "GptOssForCausalLM", "gpt_oss", without=("use_sliding_window",)),
+        "intermediate_size": size.moe_intermediate,
+        "num_local_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "attention_bias": True,
+        "sliding_window": 32,
+        "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": size.max_position // 4,
+            "truncate": False,
+        },
+    }
+
+
 def _olmoe(size: ToySize) -> dict[str, Any]:
     """Heads divide the hidden size."""
     return {
@@ -259,6 +280,7 @@ TOYS: dict[str, Callable[[ToySize], dict[str, Any]]] = {
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
     "minimax_m2": _minimax_m2,
+    "gpt_oss": _gpt_oss,
     "olmoe": _olmoe,
     "hy_v3": _hy_v3,
     "deepseek_v32": _deepseek_v32,

@@ -9,6 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -26,6 +27,7 @@ from slimrl.trainer.fusions import fusions
 from slimrl.trainer.mtp import GptWithMtp, mtp_block_spec
 from slimrl.trainer.passthrough import converted, fields_for
 from slimrl.trainer.value_head import attach_value_head
+from slimrl.trainer.yarn import YarnConfig
 
 LOCAL_LAYERS = {"transformer_impl": "local", "moe_grouped_gemm": False}
 """Fields of TransformerConfig for Megatron's own layers."""
@@ -78,6 +80,7 @@ def build_model(
             chunk = Float16Module(config, chunk)
             _keep_routers_float32(chunk, weights=model.float32_router)
         _mark_experts(chunk)
+        _mark_sinks(chunk)
         chunks.append(DistributedDataParallel(config, ddp_config(trainer), chunk, disable_bucketing=index > 0))
     for chunk in chunks:
         chunk.broadcast_params()
@@ -142,7 +145,9 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
         ValueError: the settings are impossible, for example FP8 without Transformer Engine; or megatron-core refuses
             them.
     """
-    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    kind: type[TransformerConfig] = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    if "yarn_rotary_scaling_factor" in model.transformer:
+        kind = YarnConfig
     user = fields_for(TransformerConfig, trainer.megatron)
     if trainer.fp8_emulation and device.has_transformer_engine():
         raise ValueError("trainer.fp8_emulation: rounds around Megatron's own layers, not Transformer Engine's")
@@ -237,7 +242,7 @@ def _gpt(parallel: ParallelConfig, model: MegatronModelConfig, config: Transform
         post_process=mpu.is_pipeline_last_stage(**place),
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if isinstance(config, YarnConfig) else "rope",
         rotary_base=model.rotary_base,
         rotary_percent=model.rotary_percent,
         rope_scaling=model.llama3_rope_factor is not None,
@@ -277,7 +282,20 @@ def _mark_experts(chunk: nn.Module) -> None:
 
     Megatron marks them only where that group differs from the data-parallel one. The marks also group the optimizer's
     state in a checkpoint, which could not be loaded under another layout if they came and went.
+    Megatron's own layers mark biases of experts as if tensor-parallel ranks shared their tokens' gradients, which that
+    group already sums.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+def _mark_sinks(chunk: nn.Module) -> None:
+    """Mark the sinks of attention as sharded, so that the gradient norm counts those of every tensor-parallel rank.
+
+    No implementation of attention marks them.
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".core_attention.softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import activations
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -40,7 +41,7 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if name == "activation_func":
-        owner: Any = F
+        owner: Any = F if hasattr(F, value) else activations
     elif kind is AttnBackend:
         owner = AttnBackend
     elif "torch.dtype" in str(kind):

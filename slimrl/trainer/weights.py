@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"(decoder\.layers\.\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)")
-_GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.weight)(\d+)()")
+_GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)()")
 
 
 def model_weight_map(

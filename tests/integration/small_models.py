@@ -18,6 +18,9 @@ from slimrl.toys.toy_configs import TOYS, ToySize
 
 VOCAB = 131
 
+EXPECTED_NAME = "expected.safetensors"
+"""The tensors as they are used, of a checkpoint that does not hold them so."""
+
 _SHARED = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -221,6 +224,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_HEADS_OF_16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 8,
+        # Small, so that it changes something.
+        "swiglu_limit": 0.7,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            # With heads of 16, pairs of all three kinds: kept, mixed and stretched.
+            "original_max_position_embeddings": 1024,
+            "rope_theta": 10_000.0,
+        },
+    },
     "olmoe": _OLMOE,
     "olmoe_grouped": {**_OLMOE, "num_key_value_heads": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
     "moonlight": {
@@ -253,12 +275,31 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
             torch.nn.init.normal_(parameter, 0.0 if centred else 1.0, 0.1)
         elif tensor_name.endswith("bias"):
             torch.nn.init.normal_(parameter, 0.0, 0.3)
+        elif tensor_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 0.0, 1.0)
     for tensor_name, buffer in model.named_buffers():
         if tensor_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.1)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
+    if hf_config.stacks_experts(whole):
+        save_file(apart(load_file(path / "model.safetensors")), path / EXPECTED_NAME)
     return path
+
+
+def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of gpt-oss's experts one by one, matrices [out, in], under the names of slimrl."""
+    apart = {}
+    for name, tensor in tensors.items():
+        path, experts, kind = name.partition(".experts.")
+        if not experts:
+            apart[name] = tensor
+            continue
+        matrix, bias, _ = kind.partition("_bias")
+        for expert, value in enumerate(tensor):
+            own = f"{path}.experts.{expert}.{matrix}"
+            apart[f"{own}.bias" if bias else f"{own}.weight"] = (value if bias else value.T).contiguous()
+    return apart
 
 
 def add_mtp_layers(path: Path, count: int) -> Path:

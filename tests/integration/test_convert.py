@@ -22,7 +22,7 @@ from slimrl_tools.convert.options import Options
 from slimrl_tools.convert.output_folder import RECORDS
 from slimrl_tools.toy.toy import write_toy
 from slimrl_tools.toy.toy_configs import TOYS, ToySize
-from small_models import WITH_EXPERTS, num_experts, small_model
+from small_models import EXPECTED_NAME, WITH_EXPERTS, num_experts, small_model
 from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
@@ -49,7 +49,8 @@ KEPT_BYTES = 24 * 1024**2
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    files = [file for file in sorted(path.glob("*.safetensors")) if file.name != EXPECTED_NAME]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def assert_same_tensors(path: Path, other: Path) -> None:
@@ -112,6 +113,8 @@ def test_every_family_comes_back_bit_for_bit_from_every_layout(tmp_path, name, l
     src = small_model(name, tmp_path / "hf")
     if not num_experts(name) and (parallel.expert > 1 or parallel.expert_tensor > 1):
         pytest.skip("a dense model has no experts")
+    if name == "gpt_oss" and parallel.expert_tensor > 1:
+        pytest.skip("megatron-core shards no experts that have biases")
     assert_same_tensors(src, there_and_back(src, tmp_path, parallel))
 
 

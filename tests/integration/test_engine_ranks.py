@@ -12,7 +12,7 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 from small_models import WITH_EXPERTS
 
 from slimrl.checkpoints.checkpoint_reader import read_whole
-from slimrl.checkpoints.hf_checkpoint import open_stored
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.wrapper import Stacking, wrapper_of
@@ -35,7 +35,8 @@ def layouts(family: str) -> list[tuple[int, int, int]]:
     name = {"qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3"}.get(family, family)
     (row,) = (one for one in FAMILIES if one.name == name)
     groups = [(2, 1, 2), (4, 2, 2)] if row.attention_groups else [(4, 2, 1)]
-    return [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups]
+    # SGLang loads the experts of gpt-oss into no engine that has them apart.
+    return [one for one in [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups] if one[1] == 1 or family != "gpt_oss"]
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -68,6 +69,7 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
     ("family", "tensor", "expert", "groups"),
     [(family, *layout) for family in (*WITH_EXPERTS, "qwen3_vl_moe", "kimi_k25") for layout in layouts(family)]
     + [("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]]
+    + [(family, *layout) for family in ("qwen3", "qwen2", "llama") for layout in [(1, 1, 1), (2, 1, 1)]]
     + [("qwen3_vl", *layout) for layout in [(1, 1, 1), (2, 1, 1)]],
 )
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
@@ -119,8 +121,8 @@ def compare_engine(path, tensor=1, expert=1, groups=1):
         server.stop()
     # What has a name outlives an engine that is killed. The file of loads is known by its name, and removed.
     assert {path.name.split("@")[0] for path in named} == {"slimrl-loads"}
-    with open_stored(path) as folder:
-        tensors = {name: read_whole(folder, name) for name in folder.specs}
+    with open_hf_checkpoint(path) as reader:
+        tensors = {name: read_whole(reader, name) for name in reader.specs}
     if wrapper_of(read_hf_config(path)):
         assert set(prints) == set(tensors)
     assert {name: prints.get(name) for name in tensors} == {name: fingerprint(tensors[name]) for name in tensors}

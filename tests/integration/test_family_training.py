@@ -51,15 +51,22 @@ def test_a_rate_moves_the_bias_against_the_load_alike_on_every_rank(tmp_path):
             assert np.array_equal(biases[name], ranks[0][1][name])
 
 
+DENSE = ["qwen3", "qwen2", "llama", "qwen3_5"]
+TP2_SP = {"tensor": 2, "sequence": True}
+DENSE_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"context": 2})]
 OTHER_LAYOUTS = [(1, {}), (2, {"pipeline": 2}), (2, {"expert_tensor": 2}), (4, {"pipeline": 2, "expert": 2})]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*(family for family in WITH_EXPERTS if family != "qwen3_moe"), "glm_moe_dsa_shared"])
+@pytest.mark.parametrize("name", [*WITH_EXPERTS, "glm_moe_dsa_shared", *DENSE])
 def test_a_checkpoint_saved_under_one_layout_trains_on_under_another(tmp_path, name):
     path, folder = small_model(name, tmp_path / "hf"), tmp_path / "step_2"
-    run_ranks(updates, 2, path, TP2_SP_EP2, range(2), folder)
-    whole, _ = run_ranks(updates, 2, path, TP2_SP_EP2, range(4))[0]
-    for num_ranks, layout in OTHER_LAYOUTS:
+    first, others = (TP2_SP, DENSE_LAYOUTS) if name in DENSE else (TP2_SP_EP2, OTHER_LAYOUTS)
+    run_ranks(updates, 2, path, first, range(2), folder)
+    whole, _ = run_ranks(updates, 2, path, first, range(4))[0]
+    for num_ranks, layout in others:
+        if name == "gpt_oss" and "expert_tensor" in layout:
+            # megatron-core shards no experts that have biases.
+            continue
         resumed, _ = run_ranks(updates, num_ranks, path, layout, range(2, 4), None, folder)[0]
         assert resumed == pytest.approx(whole[2:], abs=1e-5), layout

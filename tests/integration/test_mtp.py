@@ -45,6 +45,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LAYERS = 2
 FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3"]
+GATED = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 QUICK = {name: MOE_LAYOUTS_OF_2[name] for name in ("tp2_sp_etp2", "pp2", "ep2")}
 TEMPERATURE, WEIGHT = 0.7, 0.3
 
@@ -194,8 +195,7 @@ class GatedMtpLayer(nn.Module):
 
 
 def test_the_gated_mtp_layer_has_the_loss_and_the_gradient_of_transformers_parts(tmp_path):
-    names = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-    paths = [add_mtp_layers(small_model(name, tmp_path / name), 1) for name in names]
+    paths = [add_mtp_layers(small_model(name, tmp_path / name), 1) for name in GATED]
     (results,) = run_ranks(loss_and_gradients, 1, paths, sequences(), 1, timeout_s=90)
     for path, (loss, gradients) in zip(paths, results, strict=True):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SIZE = ToySize(init_std=0.1)
 TIMEOUT_S = 90.0
-WITH_FLOAT32 = ("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe")
+WITH_FLOAT32 = ("deepseek_v32", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe")
 """Families of models that keep some tensors in float32"""
 
 

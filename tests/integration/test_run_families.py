@@ -22,13 +22,14 @@ GROUPED = ["rollout.engine_tp=2", "rollout.engine_ep=2", "rollout.engine_attenti
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *((family, []) for family in WITH_EXPERTS if family not in ("qwen3_moe", "qwen3_next", "qwen3_5_moe")),
+        *((family, []) for family in WITH_EXPERTS if family not in ("qwen3_next", "qwen3_5_moe")),
         ("glm_moe_dsa", ["trainer.megatron={dsa_indexer_loss_coeff: 0.01}"]),
         ("qwen3_next", ["rollout.routed_experts=true"]),
         ("qwen3_5", DENSE),
         ("qwen3_5_moe", ["rollout.routed_experts=true"]),
         ("deepseek_v3", GROUPED),
         ("qwen2", DENSE),
+        ("qwen3", DENSE),
         ("qwen3_vl", DENSE),
         ("qwen3_vl_moe", []),
         ("kimi_k25", []),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from groups import leave_groups
 from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
+from small_models import EXPECTED_NAME as EXPECTED_NAME
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -78,10 +79,6 @@ def loaded_chunks(
     chunks = build_model(trainer_config(parallel, precision), family.megatron_config(hf_config), mtp=mtp)
     load_hf_weights(chunks, path, family, hf_config)
     return chunks, family, hf_config
-
-
-EXPECTED_NAME = "expected.safetensors"
-"""What a round trip of a checkpoint gives that does not hold its tensors as they are used."""
 
 
 def round_trip(

@@ -5,10 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from slimrl.agent.assistant_turn import parse_turn
+from slimrl.agent.chat.thinking import split_thinking
 from slimrl.agent.parsers import ParsedTurn, ToolCall
 
 CHAT = SimpleNamespace(
-    turn_text=lambda tokens: "".join(map(chr, tokens)), stop_token_ids={0}, answer_ends={0}, takes_parallel_calls=True
+    turn_text=lambda tokens: "".join(map(chr, tokens)),
+    split_turn=split_thinking,
+    stop_token_ids={0},
+    answer_ends={0},
+    takes_parallel_calls=True,
 )
 DIALOGUE = SimpleNamespace(
     chat=CHAT, stop_token_ids={0}, call_ends=set(),

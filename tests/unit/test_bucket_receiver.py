@@ -39,6 +39,8 @@ BUCKET_BYTES = 160
 
 
 class Model:
+    config = SimpleNamespace(model_type="qwen3_moe")
+
     def __init__(self):
         self.loaded = {}
         self.refuses = False

@@ -144,4 +144,5 @@ def test_every_fact_of_every_family_is_of_the_model_or_its_training():
         for row in diff_config(toy_hf_config(family), trainer()).rows:
             of_the_model = ("vocab_size", "tie_embeddings", "max_position", "llama3_rope_factor", "mtp_layers",
                             "qk_norm_over_heads", "float32_router")  # fmt: skip
-            assert row.field in of_the_model or row.field in MEGATRON_VERDICTS, row.field
+            known = row.field in MEGATRON_VERDICTS or row.field.startswith("yarn_")
+            assert known or row.field in of_the_model, row.field

@@ -464,6 +464,8 @@ def test_a_fusion_of_another_size_is_refused():
 
 
 class FakeModel:
+    config = SimpleNamespace(model_type="qwen3_moe")
+
     def __init__(self):
         self.loaded = {}
 

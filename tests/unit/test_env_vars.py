@@ -101,18 +101,39 @@ def test_everything_that_slimrl_sets_is_known_to_the_rule(recipe_file: Path):
     assert problems_of(recipe_file, tensor[2]) == {}
 
 
-def test_what_would_change_an_engine_s_answers_is_sglang_s_default_whatever_the_shell_has(
-    monkeypatch, recipe_file: Path
-):
-    """Read by SGLang's own reader of variables, from a process that began with other values."""
+@pytest.fixture
+def sglang_variables(monkeypatch):
+    """SGLang's own reader of variables."""
     environ = package_folder("sglang") / "srt" / "environ.py"
     spec = importlib.util.spec_from_file_location("sglang_environ", environ)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "sglang_environ", module)
     spec.loader.exec_module(module)
+    return module.envs
+
+
+def test_indexers_of_sparse_attention_are_not_fused_whatever_the_shell_has(
+    monkeypatch, sglang_variables, recipe_file: Path
+):
+    name = "SGLANG_DISABLE_DSA_INDEXER_FUSION"
+    monkeypatch.setenv(name, "0")
+    assert not getattr(sglang_variables, name).get()
+    monkeypatch.setenv(name, engine_environment(RolloutConfig(), precision=Precision.bf16, cuda=True)[name])
+    assert getattr(sglang_variables, name).get()
+    (message,) = problems_of(recipe_file, f"rollout.env.{name}=0").values()
+    assert message.startswith("is set by slimrl, to on:")
+    # Where SGLang asks for it.
+    indexer = package_folder("sglang") / "srt" / "layers" / "attention" / "dsa" / "dsa_indexer.py"
+    assert f"and not envs.{name}.get()" in indexer.read_text()
+
+
+def test_what_would_change_an_engine_s_answers_is_sglang_s_default_whatever_the_shell_has(
+    monkeypatch, sglang_variables, recipe_file: Path
+):
+    """In a process that began with other values."""
     ours = engine_environment(RolloutConfig(), precision=Precision.fp32, cuda=True)
     for name in ENGINE_PINNED:
-        field = getattr(module.envs, name)
+        field = getattr(sglang_variables, name)
         monkeypatch.delenv(name, raising=False)
         default = field.get()
         monkeypatch.setenv(name, {"SGLANG_SIMULATE_ACC_LEN": "4", "SGLANG_PLUGINS": "other"}.get(name, "1"))

@@ -61,11 +61,16 @@ def _separate_experts(hf_config: dict) -> dict[str, tuple[int, ...]]:
     tensors = [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in saved)]
     result: dict[str, tuple[int, ...]] = {}
     for name, parameter in tensors:
-        stacked = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
+        stacked = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?", name)
         if not stacked:
             result[name] = tuple(parameter.shape)
             continue
-        prefix, kind = stacked.groups()
+        prefix, kind, bias = stacked.groups()
+        if hf_config["model_type"] == "gpt_oss":
+            for expert, stack in enumerate(parameter):
+                own = f"{prefix}.{expert}.{kind}.{'bias' if bias else 'weight'}"
+                result[own] = tuple(reversed(stack.shape))
+            continue
         for expert in range(parameter.shape[0]):
             rows, columns = parameter.shape[1:]
             if kind == "down_proj":

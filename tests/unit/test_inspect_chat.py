@@ -20,6 +20,7 @@ CALCULATOR = "agent.tools=[slimrl.agent.calculator:calculator]"
 
 KIND_OF_MODEL = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "glm4_moe": "glm45", "glm4_moe_lite": "glm47",
                  "deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2", "olmoe": "olmoe",
+                 "gpt_oss": "gpt_oss",
                  "qwen3_next": "qwen3_instruct", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35"}  # fmt: skip
 """`model_type` -> the template that its recipe's model has."""
 WITHOUT_TEMPLATE = ("deepseek_v32", "glm_moe_dsa", "hy_v3")

@@ -44,6 +44,9 @@ def test_totals_and_active_parameters_are_those_that_the_model_was_published_wit
         min(abs(count / total - 1) for count in (parameters["total"], parameters["total"] + parameters["mtp"])) < 0.03
     )
     counted = (parameters["active"], parameters["active_without_embedding_and_head"])
+    if name.startswith("gpt-oss"):
+        # Its published figures leave out the embedding but not the head, which is as large.
+        counted = (sum(counted) / 2,)
     # 3.25B and 3.26B besides embedding and head are published as 3B, and so are 3.45B with both.
     rounded = {"Qwen3-Next-80B-A3B": 0.09, "GLM-4.7-Flash": 0.09, "Qwen3.5-35B-A3B": 0.16}
     limit = rounded.get(name, 0.06)

@@ -143,6 +143,16 @@ def test_every_section_of_a_convolution_is_sharded_by_itself():
         shards(CONV, weights, 3)
 
 
+def test_every_part_of_a_delta_net_is_stored_or_refused():
+    assert CONV.op.stored_parts(CONV.hf) == {".query": 8, ".key": 8, ".value": 16}
+    assert IN_PARTS.op.stored_parts(IN_PARTS.hf) == {
+        ".query": 8, ".key": 8, ".value": 16, ".z": 16, ".beta": 4, ".alpha": 4,
+    }  # fmt: skip
+    for tensors in (IN_PARTS.hf[:2], IN_PARTS.hf[:3], (*IN_PARTS.hf, IN_PARTS.hf[3])):
+        with pytest.raises(ValueError, match="zip"):
+            IN_PARTS.op.stored_parts(tensors)
+
+
 def test_a_shard_of_fc1_holds_a_piece_of_gate_and_a_piece_of_up():
     weights = random_weights(GATE_UP)
     _, second = shards(GATE_UP, weights, 2)

@@ -72,6 +72,17 @@ def test_layers_of_megatron_attend_with_transformer_engine_where_it_is_installed
     assert backends.get_backend("local").core_attention() is attention
 
 
+def test_local_layers_of_sparse_attention_are_known_where_transformer_engine_is_installed(monkeypatch):
+    """There absorbed_mla.py knows another class by the name of `Linear`."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+    monkeypatch.setattr(absorbed_mla, "Linear", type("Linear", (), {}))
+    monkeypatch.setattr(megatron_patches.layers, "patch_attr", lambda *given: None)
+    megatron_patches.layers.offer_sparse_attention()
+    assert absorbed_mla.Linear is LocalSpecProvider().linear()
+
+
 def test_a_function_that_megatron_compiles_runs_as_it_is_without_a_gpu():
     from megatron.core.activations import squared_relu
 
@@ -114,15 +125,24 @@ def one_rank():
     return SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
-def naive_attention(query, key, value, bounds, scale):
-    """Softmax attention token by token in float64; key-value heads shared by groups of query heads."""
+def naive_attention(query, key, value, bounds, scale, window=None, sinks=None):
+    """Softmax attention token by token in float64; key-value heads shared by groups of query heads.
+
+    Args:
+        window: tokens before its own that a query sees; None for all.
+        sinks: score of each head beside those of the tokens; None without.
+    """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
     for start, end in itertools.pairwise(bounds):
         for t in range(start, end):
-            scores = torch.einsum("hd,shd->hs", query[t], key[start : t + 1]) * scale
-            output[t] = torch.einsum("hs,she->he", scores.softmax(-1), value[start : t + 1])
+            first = start if window is None else max(start, t - window)
+            scores = torch.einsum("hd,shd->hs", query[t], key[first : t + 1]) * scale
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None]], dim=-1)
+            shares = scores.softmax(-1)[:, : t + 1 - first]
+            output[t] = torch.einsum("hs,she->he", shares, value[first : t + 1])
     return output.flatten(1)
 
 
@@ -135,7 +155,7 @@ def test_packed_attention_equals_token_by_token_attention_with_its_gradient(valu
     from megatron_patches.core_attention import CoreAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    groups = SimpleNamespace(cp=one_rank())
+    groups = SimpleNamespace(tp=one_rank(), cp=one_rank())
     attention = CoreAttention(config, 1, None, "self", softmax_scale=scale, k_channels=8, pg_collection=groups)
     bounds = [0, 3, 4, 11]
     generator = torch.Generator().manual_seed(0)
@@ -151,6 +171,45 @@ def test_packed_attention_equals_token_by_token_attention_with_its_gradient(valu
     (theirs * weights).sum().backward()
     for x, y in zip(inputs, doubles, strict=True):
         torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 0, 3])
+def test_windows_and_sinks_are_those_of_token_by_token_attention_with_their_gradients(window, sinks):
+    megatron_patches.apply()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patches.core_attention import CoreAttention
+
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0,
+        window_size=None if window is None else (window, 0), window_attn_skip_freq=[0, 1],
+        softmax_type="learnable" if sinks else "vanilla",
+    )  # fmt: skip
+    groups, bounds = SimpleNamespace(tp=one_rank(), cp=one_rank()), [0, 3, 4, 11]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(11, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    scores_H, weights = torch.randn(4, generator=generator), torch.randn(11, 32, generator=generator)
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor(bounds), cu_seqlens_q_padded=None)
+    for layer, seen in ((1, None), (2, window)):
+        attention = CoreAttention(config, layer, None, "self", pg_collection=groups)
+        doubles = [x.detach().double().requires_grad_() for x in inputs]
+        doubled = scores_H.double().requires_grad_()
+        if sinks:
+            attention.softmax_offset.data.copy_(scores_H)
+        ours = attention(*inputs, None, packed_seq_params=packed)
+        theirs = naive_attention(*doubles, bounds, 1 / math.sqrt(8), seen, doubled if sinks else None)
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-6, rtol=1e-5)
+        for x in inputs:
+            x.grad = None
+        (ours * weights).sum().backward()
+        (theirs * weights).sum().backward()
+        for x, y in zip(inputs, doubles, strict=True):
+            torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-5, rtol=1e-4)
+        if sinks:
+            torch.testing.assert_close(attention.softmax_offset.grad.double(), doubled.grad, atol=1e-5, rtol=1e-4)
+        else:
+            assert not list(attention.parameters())
 
 
 def test_the_page_about_patches_is_current():
@@ -196,7 +255,7 @@ def core_attention(cp, **options):
     from megatron_patches.core_attention import CoreAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    return CoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=cp), **options)
+    return CoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(tp=one_rank(), cp=cp), **options)
 
 
 def heads(*shapes):
@@ -377,6 +436,35 @@ def test_norms_are_torch_s_and_say_whether_their_gradients_are_added_up():
             WrappedTorchNorm(SimpleNamespace(**{**plain, option: True}, normalization=kind), 16)
 
 
+def test_a_router_with_float32_weights_multiplies_bfloat16_tokens_beside_transformer_engine(monkeypatch):
+    """The stand-in for Transformer Engine's product takes what cuBLAS takes, operands of one dtype."""
+    megatron_patches.apply()
+    from megatron.core.transformer.moe import moe_utils
+
+    products = {"TN": lambda a, b: b @ a.T, "NN": lambda a, b: b @ a, "NT": lambda a, b: b.T @ a}
+    calls = []
+
+    def general_gemm(a, b, dtype, layout, bias=None, grad=False):
+        assert a.dtype is b.dtype
+        calls.append(layout)
+        return (products[layout](a.to(dtype), b.to(dtype)),)
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", general_gemm)
+    for weight_dtype, expected_calls in ((torch.float32, ["NN", "NT"]), (torch.bfloat16, ["TN", "NN", "NT"])):
+        calls.clear()
+        tokens, weight, upstream = heads((5, 2, 16), (4, 16), (5, 2, 4))
+        tokens, weight = tokens.bfloat16().requires_grad_(), weight.to(weight_dtype).requires_grad_()
+        exact = [x.detach().double().requires_grad_() for x in (tokens, weight)]
+        logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+        expected = torch.nn.functional.linear(*exact)
+        assert logits.dtype is torch.float32
+        torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
+        found = torch.autograd.grad((logits * upstream).sum(), (tokens, weight))
+        for one, right in zip(found, torch.autograd.grad((expected * upstream).sum(), exact), strict=True):
+            torch.testing.assert_close(one.double(), right, atol=1e-2, rtol=1e-2)
+        assert calls == expected_calls
+
+
 def test_a_zero_centred_norm_is_qwen3_next_s():
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
@@ -534,7 +622,9 @@ def test_attention_of_a_cpu_in_bfloat16_is_that_of_float32_rounded_once():
     from megatron_patches.core_attention import CoreAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    attention = CoreAttention(config, 1, None, "self", k_channels=8, pg_collection=SimpleNamespace(cp=one_rank()))
+    attention = CoreAttention(
+        config, 1, None, "self", k_channels=8, pg_collection=SimpleNamespace(tp=one_rank(), cp=one_rank())
+    )
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(40, heads, 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 33, 40]), cu_seqlens_q_padded=None)

@@ -61,7 +61,7 @@ def counted(name: str) -> tuple[ModelParameters, float]:
     return found, config["vocab_size"] * config["hidden_size"] / 1e9
 
 
-WITHOUT_EMBEDDING = {"DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2", "Kimi-K2.5"}
+WITHOUT_EMBEDDING = {"DeepSeek-V3", "DeepSeek-V3.2", "Kimi-K2", "Kimi-K2.5", "gpt-oss-20b", "gpt-oss-120b"}
 """Their authors' active parameters leave out the embedding, in which a token is looked up."""
 WITHOUT_EMBEDDING_AND_HEAD = {"GLM-4.5", "GLM-4.5-Air", "GLM-4.7-Flash", "GLM-5", "MiniMax-M2", "Qwen3-Next-80B-A3B"}
 """Theirs leave out the head too."""

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_check import check_checkpoint, check_tensors
 from slimrl.checkpoints.hf_checkpoint import DequantizingReader, left_out_note, open_hf_checkpoint
+from slimrl.checkpoints.stacked_experts import StackedFolder
 from slimrl.config.problems import RecipeError
 from slimrl.config.wrapper import wrapper_of
 from slimrl.data.model_weights import TensorSpec
@@ -24,20 +25,23 @@ from slimrl.models.family import family_of
 from slimrl.models.hf_config import (
     BLOCK_FP8,
     FP8_SUFFIX,
+    MXFP4,
+    PLAIN_SUFFIX,
     SCALE_SUFFIX,
     config_for_planning,
+    is_mxfp4,
     nearest_published,
     published_config,
 )
 from slimrl.models.offline_recipe import read_offline
 from slimrl.models.published_index import PublishedTensor, index_names, published_tensors
-from slimrl.models.tensor_names import EMBEDDING, HEAD, find_mismatches, left_out
+from slimrl.models.tensor_names import EMBEDDING, HEAD, experts_apart, find_mismatches, left_out
 from slimrl.models.wrapped_layout import WrappedLayout
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.quantization.fp8_tensors import quantized_names
 
 ROOT = Path(__file__).parents[2]
-DTYPES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", None: "bfloat16"}
+DTYPES = {"BF16": "bfloat16", "U8": "uint8", "F32": "float32", "F8_E4M3": "float8_e4m3fn", None: "bfloat16"}
 
 BEGINNERS = [
     *(f"Qwen3-{size}" for size in ("0.6B", "0.6B-Base", "1.7B", "1.7B-Base", "4B", "8B", "14B", "32B")),
@@ -71,13 +75,23 @@ WHOLE_QWEN3_NEXT_FP8 = 151_479
 """Tensors of Qwen3-Next-80B-A3B in block FP8, scales included, in the report from which its index is."""
 
 
-COUNTED_ELEMENTS = {"MiniMax-M2": 228_703_644_928, "GLM-4.7-Flash": 31_221_488_576, "OLMoE-1B-7B-0924": 6_919_161_856}
-"""Elements of all tensors, scales included, as the Hub counts them."""
+COUNTED_ELEMENTS = {
+    "MiniMax-M2": 228_703_644_928,
+    "GLM-4.7-Flash": 31_221_488_576,
+    "OLMoE-1B-7B-0924": 6_919_161_856,
+    "gpt-oss-20b": 21_511_953_984,
+    "gpt-oss-120b": 120_412_337_472,
+    "gpt-oss-20b-BF16": 20_914_757_184,
+    "gpt-oss-120b-BF16": 116_829_156_672,
+}
+"""Elements of all tensors, scales included, as the Hub counts them; of MXFP4 it counts the two in a byte."""
 
 
 def config_of(name: str) -> dict:
-    plain = published_config(name.removesuffix(FP8_SUFFIX).removesuffix("-Base"))
+    plain = published_config(name.removesuffix(FP8_SUFFIX).removesuffix("-Base").removesuffix(PLAIN_SUFFIX))
     stored = published_tensors(name, expert_ranges=True).values()
+    if any(tensor.dtype == "U8" for tensor in stored):
+        return {**plain, "quantization_config": MXFP4}
     in_fp8 = any(tensor.dtype == "F8_E4M3" for tensor in stored)
     return {**plain, "quantization_config": BLOCK_FP8} if in_fp8 else plain
 
@@ -119,7 +133,11 @@ def test_published_tensors_are_those_of_the_weight_map_in_name_shape_and_dtype(n
     config = config_of(name)
     folder, weight_map = folder_of(name, config), family_of(config).weight_map(config, mtp=True)
     reader = folder
-    if "quantization_config" in config:
+    if weight_map.stacked:
+        reader = StackedFolder(folder, weight_map, "bfloat16")
+        matrices = {tensor for tensor in weight_map.stacked if tensor.endswith(".weight")}
+        assert reader.quantized == (matrices if is_mxfp4(config) else set())
+    elif "quantization_config" in config:
         fp8 = BlockFp8.of_config(config)
         reader = DequantizingReader(folder, fp8, "bfloat16")
         # What engines and resyncs quantise is what is float8 in the files.
@@ -137,7 +155,8 @@ def test_published_tensors_are_those_of_the_weight_map_in_name_shape_and_dtype(n
     if name in COUNTED:
         assert len(published_tensors(name)) == COUNTED[name]
     if name in COUNTED_ELEMENTS:
-        assert sum(prod(tensor.shape) for tensor in published_tensors(name).values()) == COUNTED_ELEMENTS[name]
+        counted = {each: prod(tensor.shape) for each, tensor in published_tensors(name).items()}
+        assert sum(size * (1 + each.endswith("_blocks")) for each, size in counted.items()) == COUNTED_ELEMENTS[name]
 
 
 def test_what_is_left_out_of_published_models_is_the_head_of_two_and_the_frequencies_of_two():
@@ -180,6 +199,7 @@ def test_experts_by_their_range_compare_as_experts_one_by_one_do(name):
         for each, tensor in published_tensors(name, expert_ranges=True).items()
         if each not in aside and not each.endswith(SCALE_SUFFIX)
     }
+    shapes = experts_apart(weight_map, shapes, expert_ranges=True)
     found = find_mismatches(weight_map, shapes, expert_ranges=True)
     assert (found.lines(), found.misshaped) == ([], {})
     fewer = {each.replace("{0..127}", "{0..126}"): shape for each, shape in shapes.items()}
@@ -231,6 +251,22 @@ def test_a_model_of_the_hub_is_planned_in_the_format_in_which_it_is_stored(monke
     config, words = config_for_planning(Path(model))
     assert ("quantization_config" in config, "in block FP8" in words) == (in_fp8, in_fp8)
     assert ("in bfloat16" in words) != in_fp8
+
+
+def test_gpt_oss_is_planned_in_bfloat16_and_refused_in_mxfp4_as_it_is_published(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for model in ("openai/gpt-oss-20b", "models/gpt-oss-120b"):
+        config, words = config_for_planning(Path(model))
+        assert is_mxfp4(config)
+        assert "as published, in MXFP4, for" in words
+    for model in ("unsloth/gpt-oss-20b-BF16", "lmsys/gpt-oss-120b-bf16"):
+        config, words = config_for_planning(Path(model))
+        assert not is_mxfp4(config)
+        assert "as published, in bfloat16, for" in words
+    monkeypatch.chdir(ROOT)
+    recipe = "recipes/gpt_oss/gpt_oss_20b_gspo.yaml"
+    with pytest.raises(RecipeError, match=r"model.path: openai/gpt-oss-20b: .* MXFP4, .*`slimrl-tools dequantize`"):
+        read_offline(recipe, ["model.path=openai/gpt-oss-20b"], "train")
 
 
 def test_models_of_the_same_sizes_are_planned_and_checked_as_the_one_whose_files_are_known(monkeypatch, tmp_path):

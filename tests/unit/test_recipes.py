@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from slimrl.cli import app
 from slimrl.config.load import intended_command, read_recipe
 from slimrl.config.show import resolved_dict
-from slimrl.models.hf_config import FP8_SUFFIX, published_config, published_names
+from slimrl.models.hf_config import FP8_SUFFIX, PLAIN_SUFFIX, published_config, published_names
 from slimrl.models.offline_recipe import read_offline
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -40,6 +40,8 @@ LARGE = {
     "glm_moe_dsa/glm_5": "GLM-5",
     "hy_v3/hy3": "Hy3",
     "minimax_m2/minimax_m2": "MiniMax-M2",
+    "gpt_oss/gpt_oss_20b": "gpt-oss-20b",
+    "gpt_oss/gpt_oss_120b": "gpt-oss-120b",
     "olmoe/olmoe_1b_7b": "OLMoE-1B-7B-0924",
 }
 """Start of the recipe's name -> the published model."""
@@ -98,7 +100,7 @@ def test_every_model_has_a_colocated_and_a_disaggregated_recipe(start, model):
     for path, colocated in ((shared, True), (apart, False)):
         output = CliRunner().invoke(app, [*command, str(path)]).output
         assert re.search(rf"rollout.colocated +{str(colocated).lower()} ", output), output
-        assert re.search(rf"model.path +models/{model}({FP8_SUFFIX})? ", output)
+        assert re.search(rf"model.path +models/{model}({FP8_SUFFIX}|{PLAIN_SUFFIX})? ", output)
     assert model in published_names()
 
 

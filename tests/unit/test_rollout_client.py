@@ -383,6 +383,7 @@ def test_the_ranks_of_an_engine_on_a_cpu_have_cores_of_their_own():
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         **{name: value for name, (value, _) in ENGINE_PINNED.items()},
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
+        "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "false",
     }
     assert engine_environment(rollout, precision=Precision.bf16, cuda=True)["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"

@@ -16,7 +16,7 @@ from slimrl.engines.plugin.cpu.seeded_sampling import sample, uniforms
 HEADS, KV_HEADS, SIZE, SLOTS = 4, 2, 8, 600
 
 
-def attention_reference(query_HD, keys_LGD, values_LGD, window=None, scale=None):
+def attention_reference(query_HD, keys_LGD, values_LGD, window=None, scale=None, sinks=None):
     """One query that sees all the keys; float64 [H, D]."""
     repeats = query_HD.shape[0] // keys_LGD.shape[1]
     keys = keys_LGD.double().repeat_interleave(repeats, 1)
@@ -26,7 +26,9 @@ def attention_reference(query_HD, keys_LGD, values_LGD, window=None, scale=None)
     )
     if window is not None:
         scores_HL[:, : max(0, len(keys) - 1 - window)] = -torch.inf
-    return torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), values)
+    if sinks is not None:
+        scores_HL = torch.cat([scores_HL, sinks.double()[:, None]], dim=-1)
+    return torch.einsum("hl,lhd->hd", scores_HL.softmax(-1)[:, : len(keys)], values)
 
 
 class Pool:
@@ -54,8 +56,9 @@ class Pool:
         return self.keys[slots], self.values[slots]
 
 
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2.0, 3.0, HEADS)])
 @pytest.mark.parametrize("window", [None, 5])
-def test_prefill_equals_one_query_at_a_time(window):
+def test_prefill_equals_one_query_at_a_time(window, sinks):
     pool = Pool()
     prefix, new = [0, 0, 7, 30, 1, 0], [1, 33, 20, 1, 3, 40]
     requests = torch.tensor([3, 0, 5, 1, 9, 2])
@@ -63,11 +66,13 @@ def test_prefill_equals_one_query_at_a_time(window):
         pool.grow(request, 0, a + b)
     query = torch.randn(sum(new), HEADS, SIZE)
     output = torch.full_like(query, torch.nan)
-    paged_attention(query, output, pool.keys, pool.values, pool.table, requests, prefix, new, scale=None, window=window)
+    paged_attention(
+        query, output, pool.keys, pool.values, pool.table, requests, prefix, new, scale=None, window=window, sinks=sinks
+    )
     row = 0
     for request, a, b in zip(requests.tolist(), prefix, new, strict=True):
         for position in range(a, a + b):
-            expected = attention_reference(query[row], *pool.context(request, position + 1), window)
+            expected = attention_reference(query[row], *pool.context(request, position + 1), window, sinks=sinks)
             torch.testing.assert_close(output[row].double(), expected, atol=2e-6, rtol=0)
             row += 1
 

@@ -238,7 +238,10 @@ def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pyt
 
     monkeypatch.setattr("slimrl.resync.ipc.shared_buffer.open_shared", open_shared)
     loaded, rows = [], []
-    model = SimpleNamespace(load_weights=lambda tensors: loaded.append([(name, t.tolist()) for name, t in tensors]))
+    model = SimpleNamespace(
+        config=SimpleNamespace(model_type="qwen3_moe"),
+        load_weights=lambda tensors: loaded.append([(name, t.tolist()) for name, t in tensors]),
+    )
     monkeypatch.setattr("slimrl.engines.plugin.bucket_loader.load_rows", lambda model, parts: rows.extend(parts))
     ranks = SimpleNamespace(rank=0, per_node=1, kept={}, exchange=lambda value: [value])
     whole = part_of("a", (2, 2), 0, 2, offset=16, nbytes=16)
@@ -529,7 +532,8 @@ def test_a_decode_step_of_more_than_two_is_planned_and_all_else_is_forgotten(is_
 def test_a_decode_batch_goes_the_way_that_knows_it(monkeypatch, rows, encoder, cross, ready, dtype, way):
     seen = []
 
-    def paged(query, output, *given, scale, window):
+    def paged(query, output, *given, scale, window, sinks):
+        assert sinks is None
         seen.append((given[-2:], scale, window))
         return "pages"
 
@@ -558,7 +562,9 @@ def test_a_decode_batch_goes_the_way_that_knows_it(monkeypatch, rows, encoder, c
     ("encoder", "causal", "is_original"), [(None, True, False), (torch.ones(1), True, True), (None, False, True)]
 )
 def test_a_prefill_that_is_causal_is_batched(monkeypatch, encoder, causal, is_original):
-    monkeypatch.setattr(batched_attention, "paged_attention", lambda *given, scale, window: (given[-2:], scale, window))
+    monkeypatch.setattr(
+        batched_attention, "paged_attention", lambda *given, scale, window, sinks: (given[-2:], scale, window)
+    )
 
     def original(*given, **named):
         assert named == {"scaling": 0.5, "causal": causal, "sliding_window_size": None, "more": 1}

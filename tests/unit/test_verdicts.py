@@ -18,8 +18,15 @@ from slimrl.config.sglang_verdicts import SGLANG_VERDICTS, TEACHER_VERDICTS
 from slimrl.config.verdicts import Verdict, judged, table
 from slimrl.models.family import FAMILIES, family_of
 from slimrl.models.hf_config import published_config, published_names
+from slimrl.trainer.yarn import YarnConfig
 
-OF_TRAINING = {"hidden_dropout", "attention_dropout", "moe_router_load_balancing_type"}
+OF_TRAINING = {
+    "hidden_dropout",
+    "attention_dropout",
+    "moe_router_load_balancing_type",
+    "cp_comm_type",
+    "bias_dropout_fusion",
+}
 """What a family sets, so that a model trains as it is served, and a recipe may set otherwise."""
 
 
@@ -88,7 +95,8 @@ def test_what_the_families_set_is_the_model_s():
     configs = [config for config in map(published_config, published_names()) if config["model_type"] in model_types]
     set_by_families = {name for config in configs for name in family_of(config).megatron_config(config).transformer}
     assert len(set_by_families) > 40
-    verdicts = {name: MEGATRON_VERDICTS[name].verdict for name in set_by_families - OF_TRAINING}
+    own, megatrons = ({field.name for field in dataclasses.fields(c)} for c in (YarnConfig, TransformerConfig))
+    verdicts = {name: MEGATRON_VERDICTS[name].verdict for name in set_by_families - OF_TRAINING - (own - megatrons)}
     assert set(verdicts.values()) == {Verdict.model}, verdicts
 
 

@@ -1,7 +1,8 @@
 """Writes the safetensors files of an output in one process. It needs no Megatron, whose import takes seconds."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.checkpoints.read_ahead import read_ahead
 from slimrl.checkpoints.safetensors_file import TensorLocation, spec_bytes, write_safetensors_file
+from slimrl.checkpoints.stacked_experts import read_each, restacked
 from slimrl.checkpoints.tensor_bytes import bytes_of
 from slimrl.checkpoints.torch_dist.chunks import ShardSchema
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
@@ -30,6 +32,7 @@ def safetensors_writer(
     from_hf: frozenset[str],
     originals: Mapping[str, str],
     text: Sequence[TensorSpec] | None = None,
+    apart: Sequence[TensorSpec] = (),
 ) -> Iterator[WriteFile[list[TensorSpec]]]:
     """From a torch_dist checkpoint.
 
@@ -38,6 +41,7 @@ def safetensors_writer(
         from_hf: names of tensors that are read from the folder `hf_dir` instead.
         originals: name of a copy -> name of the tensor that it repeats.
         text: specs of the text model of a wrapped one, whose form and other tensors are those of `hf_dir`.
+        apart: specs of all tensors, those of each expert by itself, of a model whose files hold them as one.
     """
     keep_freed_memory()
     with (
@@ -46,15 +50,18 @@ def safetensors_writer(
         open_stored(hf_dir) if text else nullcontext() as form,
     ):
 
-        def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+        def tensors(specs: Sequence[TensorSpec]) -> Iterable[tuple[str, Tensor]]:
             for spec in specs:
                 original = originals.get(spec.name, spec.name)
                 source = other if other and original in from_hf else reader
                 for block in read_blocks(source, original, tuple(slice(0, size) for size in spec.shape)):
                     yield spec.name, block
 
+        produce: Callable[[Sequence[TensorSpec]], Iterable[tuple[str, Tensor]]] = tensors
+        if apart:
+            _, produce = restacked(stored[2].weight_map, apart, partial(read_each, reader))
         yield lambda file, specs, written: write_hashed(
-            file, specs, whole_tensors(form, specs, text or (), tensors), written
+            file, specs, whole_tensors(form, specs, text or (), produce), written
         )
 
 

@@ -1,7 +1,7 @@
 """The weighted mean of checkpoints of one model, tensor by tensor."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.checkpoints.hf_checkpoint import form_of
+from slimrl.checkpoints.stacked_experts import restacked
+from slimrl.config.hf_config import stacks_experts
 from slimrl.data.model_weights import TensorSpec
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
 
 MAX_LISTED = 5
@@ -43,15 +46,19 @@ def averaging(
         replace(spec, dtype=(dtype or before) if spec.dtype == before else spec.dtype) for spec in first.specs.values()
     ]
 
-    def produce(group: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    def produce(group: Sequence[TensorSpec]) -> Iterable[tuple[str, Tensor]]:
         for spec in group:
             yield spec.name, weighted_sum((read_whole(reader, spec.name) for reader in readers), weights)
 
+    stored = specs
+    make: Callable[[Sequence[TensorSpec]], Iterable[tuple[str, Tensor]]] = produce
+    if stacks_experts(config):
+        stored, make = restacked(family_of(config).weight_map(config), specs, produce)
     return Rewrite(
         command="average",
         sources=[reader.path for reader in readers],
-        specs=specs,
-        produce=produce,
+        specs=stored,
+        produce=make,
         config=plain_config(config, dtype or before),
         form=form_of(first),
         options={"weights": weights, "dtype": dtype},

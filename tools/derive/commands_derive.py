@@ -145,11 +145,12 @@ def dequantize(
     resume: Resume = False,
     no_check: NoCheck = False,
 ) -> None:
-    """Write a checkpoint in block FP8 or packed INT4, of any model, as a plain one.
+    """Write a checkpoint in block FP8 or packed INT4, of any model, or of gpt-oss in MXFP4, as a plain one.
 
     \b
     Examples:
       slimrl-tools dequantize DeepSeek-V3 DeepSeek-V3-bf16
+      slimrl-tools dequantize gpt-oss-20b gpt-oss-20b-bf16
       slimrl-tools dequantize Kimi-K2.5 Kimi-K2.5-bf16
       slimrl-tools dequantize model-fp8 model --dtype fp32
     """

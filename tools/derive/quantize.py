@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from slimrl_tools.derive.rewrite import Rewrite
@@ -15,10 +17,11 @@ from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.checkpoints.hf_checkpoint import StoredFolder, dequantizing
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.stacked_experts import StackedFolder, read_each, restacked
 from slimrl.config.wrapper import wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import dtype_name, plain_config, read_hf_config
+from slimrl.models.hf_config import dtype_name, is_mxfp4, plain_config, read_hf_config
 from slimrl.quantization.fp8 import (
     FP8_DTYPE,
     FP8_MAX,
@@ -79,7 +82,7 @@ def quantization(src: StoredFolder, block: TileShape, not_convert: Sequence[str]
 
 
 def dequantization(src: StoredFolder, dtype: str) -> Rewrite:
-    """A checkpoint in block FP8 or packed INT4, of any family, as a plain one.
+    """A checkpoint in block FP8 or packed INT4, of any family, or in MXFP4 as a plain one.
 
     Args:
         dtype: as torch prints it, for quantised tensors and those in the config's dtype; others keep theirs.
@@ -88,6 +91,9 @@ def dequantization(src: StoredFolder, dtype: str) -> Rewrite:
         ValueError: the source is not quantised, or in another format.
     """
     config = read_hf_config(src.path)
+    if is_mxfp4(config):
+        assert isinstance(src, SafetensorsFolder), "no wrapped model is in MXFP4"
+        return _dequantization_of_mxfp4(src, config, dtype)
     reader, before = dequantizing(src, config, dtype), dtype_name(config)
     if reader is None:
         raise ValueError(f"{src.path}: is not quantised, its config.json has no quantization_config")
@@ -98,6 +104,22 @@ def dequantization(src: StoredFolder, dtype: str) -> Rewrite:
         produce=lambda group: ((spec.name, read_whole(reader, spec.name)) for spec in group),
         config=plain_config(config, dtype),
         form=src,
+        options={"dtype": dtype},
+    )
+
+
+def _dequantization_of_mxfp4(src: SafetensorsFolder, hf_config: dict[str, Any], dtype: str) -> Rewrite:
+    weight_map, before = family_of(hf_config).weight_map(hf_config), dtype_name(hf_config)
+    reader = StackedFolder(src, weight_map, dtype)
+    check_tensors(reader, family_of(hf_config), hf_config)
+    specs = [replace(spec, dtype=dtype if spec.dtype == before else spec.dtype) for spec in reader.specs.values()]
+    stored, produce = restacked(weight_map, specs, partial(read_each, reader))
+    return Rewrite(
+        command="dequantize",
+        sources=[src.path],
+        specs=stored,
+        produce=produce,
+        config=plain_config(hf_config, dtype),
         options={"dtype": dtype},
     )
 

@@ -13,7 +13,7 @@ from slimrl.checkpoints.hf_check import check_tensors
 from slimrl.checkpoints.hf_checkpoint import StoredFolder, open_hf_checkpoint
 from slimrl.models.families.mtp import MTP_KEYS
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import read_hf_config, required
+from slimrl.models.hf_config import BLOCKS_SUFFIX, SCALES_SUFFIX, read_hf_config, required
 from slimrl.quantization.fp8 import SCALE_SUFFIX
 
 LAYER_COUNTS = ("first_k_dense_replace", "max_window_layers")
@@ -40,8 +40,10 @@ def slicing(src: StoredFolder, num_layers: int) -> Rewrite:
     with open_hf_checkpoint(src.path) as reader:
         check_tensors(reader, family, config)
     sliced = sliced_config(config, num_layers)
-    kept = [name for tensor in family.weight_map(sliced).hf_tensors for name in (tensor, tensor + SCALE_SUFFIX)]
-    specs = [src.specs[name] for name in kept if name in src.specs]
+    weight_map = family.weight_map(sliced)
+    stored = dict.fromkeys(weight_map.stacked.get(name, (name, 0))[0] for name in weight_map.hf_tensors)
+    suffixes = ("", SCALE_SUFFIX, BLOCKS_SUFFIX, SCALES_SUFFIX)
+    specs = [src.specs[name + suffix] for name in stored for suffix in suffixes if name + suffix in src.specs]
 
     return Rewrite(
         command="slice-layers",

@@ -34,7 +34,7 @@ def toy_config(family: str, size: ToySize) -> dict[str, Any]:
         raise ValueError(f"--mtp-layers {size.mtp_layers}: {family} has no layers for multi-token prediction")
     if family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k25") and size.head_dim % 4:
         raise ValueError(f"--head-dim {size.head_dim}: {family} rotates half of them, in pairs; use a multiple of 4")
-    if family in ("deepseek_v3", "kimi_k25") and size.max_position % 4:
+    if family in ("deepseek_v3", "gpt_oss", "kimi_k25") and size.max_position % 4:
         raise ValueError(
             f"--max-position {size.max_position}: {family} extends a quarter of it by yarn; use a multiple of 4"
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+from slimrl.agent.chat.channels import CHANNEL, END, RETURN, split_channels
 from slimrl.agent.chat.completeness import Completeness, in_message
 from slimrl.agent.chat.left_out import LeftOut
 from slimrl.agent.chat.parts import said_parts, thinking_and_words
@@ -61,6 +62,8 @@ class ChatFormat:
         self._questions: dict[str, str] = {}
         """Rendered question to a model for each set of tools, by their schemas as JSON"""
         self._stop_texts = [template.decode([token]) for token in stop_token_ids]
+        self.split_turn = split_channels if CHANNEL in template.reserved else split_thinking
+        """Function that tells thinking and words of a turn apart"""
         self._whole = Completeness(template, self.written_turn, self._stop_texts)
 
     def token_id(self, text: str) -> int | None:
@@ -151,12 +154,12 @@ class ChatFormat:
             ValueError: the template does not write `last_token` after such a turn, or refuses the messages.
         """
         said_end, text = self._followed(calls, messages, schemas)
-        end = self.template.decode([last_token])
+        end = self._stop_text(last_token)
         position = text.find(end, said_end)
         if position < 0:
             raise ValueError(f"the chat template writes no {end!r} after {'a tool call' if calls else 'an answer'}")
         first, *tokens = self.template.encode(text[position:])
-        assert first == last_token, "a token that ends a turn is split from what follows"
+        assert first == last_token or end == END, "a token that ends a turn is split from what follows"
         by_tool = messages[-1]["role"] == "tool"
         opens = self.opens_thinking_after_results if by_tool else opens_thinking(self._header)
         return Context(tokens=tokens, opens_thinking=opens)
@@ -166,7 +169,7 @@ class ChatFormat:
         """The stop tokens that the template writes after a call, so that results may follow them."""
         calls_end, text = self._one_call
         between = text[calls_end : text.rindex(_RESULT)]
-        return frozenset(token for token in self.stop_token_ids if self.template.decode([token]) in between)
+        return frozenset(token for token in self.stop_token_ids if self._stop_text(token) in between)
 
     @cached_property
     def answer_ends(self) -> frozenset[int]:
@@ -280,7 +283,7 @@ class ChatFormat:
         if not any(tag in text for tag in (OPEN, CLOSE) for text in (thought, words)):
             return
         header = self._header_of(prompt, messages[:-1], schemas)
-        said = split_thinking(turn, opened=opens_thinking(header))
+        said = self.split_turn(turn, opened=opens_thinking(header))
         if (said.thinking or "").strip() != thought or words not in said.answer:
             raise ValueError(f"its text holds {OPEN!r} or {CLOSE!r}, which the model reads as the bounds of thinking")
 
@@ -337,7 +340,9 @@ class ChatFormat:
         return min(stops, key=text.index, default=None)
 
     def _stop_text(self, token: int) -> str:
-        return self.template.decode([token])
+        """What the template writes of a token that ended a turn, once the turn is over."""
+        text = self.template.decode([token])
+        return END if text == RETURN else text
 
 
 class _Sequence:

@@ -34,6 +34,8 @@ def layer_schema(
     family = family_of(hf_config)
     model = family.megatron_config(hf_config)
     weight_map = family.weight_map(hf_config, round_up(model.vocab_size, tensor), mtp=mtp)
+    if expert_tensor > 1 and any(rule.num_experts and rule.shard is None for rule in weight_map.rules):
+        raise ValueError(f"expert tensor parallelism {expert_tensor}: megatron-core shards no experts that have biases")
     sizes = {"tensor": tensor, "expert_tensor": expert_tensor}
     chunks: list[Chunk] = []
     objects = []

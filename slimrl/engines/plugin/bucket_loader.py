@@ -34,6 +34,10 @@ _RECEIVERS = "slimrl_receivers"
 """Attribute of the tensor-parallel group, kept by the process for all of its models: EngineReceivers."""
 
 
+EXPERTS = ".experts."
+"""Part of the names of experts' tensors."""
+
+
 def bucket_payload(segment: str, parts: Sequence[TensorPart]) -> str:
     """An element of `serialized_named_tensors`: base64 of a pickle of plain values, the same for every rank."""
     return _payload({_KEY: segment, "parts": _plain(parts)})
@@ -131,10 +135,14 @@ def around_end_update(original: Callable[..., None], updater: Any, *, run_post_l
 
 def load_bucket(model: Any, buffer: "Tensor", parts: Sequence[TensorPart]) -> None:
     """Copy the bucket that lies at the start of `buffer` into the model's parameters."""
-    views = [(part, part.view(buffer)) for part in parts]
-    if whole := [(part.spec.name, view) for part, view in views if part.is_whole]:
+    from slimrl.config.hf_config import stacks_experts
+
+    # SGLang would load the experts of a layer at once, or none.
+    apart = EXPERTS if stacks_experts({"model_type": getattr(model.config, "model_type", "")}) else None
+    views = [(part, part.view(buffer), part.is_whole and not (apart and apart in part.spec.name)) for part in parts]
+    if whole := [(part.spec.name, view) for part, view, loads in views if loads]:
         model.load_weights(whole)
-    if rows := [(part, view) for part, view in views if not part.is_whole]:
+    if rows := [(part, view) for part, view, loads in views if not loads]:
         vars(model)[_SPLIT] = True
         load_rows(model, rows)
 

@@ -49,6 +49,8 @@ _RANKS = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _UNALIGNED = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 _OLMOE_ATTENTION = "sglang.srt.models.olmoe.OlmoeAttention"
 _MINIMAX_NORMS = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm"
+_GPT_OSS = "sglang.srt.models.gpt_oss.GptOss"
+_MODEL_ADJUSTMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 _LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
 _LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 _SAMPLER = "sglang.srt.layers.sampler"
@@ -106,6 +108,7 @@ def hooks() -> list[Hook]:
         (f"{_CHECKER}.handle", "around", weight_fingerprints.around_handle),
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),
         (f"{_DELTA_NET}.__init__", "after", norm_dtype.after_init),
+        (f"{_GPT_OSS}Model.__init__", "before", norm_dtype.before_gpt_oss),
         (f"{_OLMOE_ATTENTION}.__init__", "after", olmoe_norms.after_init),
         (f"{_DELTA_NET_3_5}.__init__", "after", norm_dtype.after_init_float32),
         (_PAUSED_ROUND, "after", scheduler.after_paused_round),
@@ -137,6 +140,7 @@ def hooks() -> list[Hook]:
         native_layers,
         packed_linear,
         seeded_sampling,
+        sinks,
         sparse_attention,
     )
 
@@ -149,6 +153,10 @@ def hooks() -> list[Hook]:
         (f"{_BACKEND}.init_forward_metadata", "after", batched_attention.after_init_forward_metadata),
         (f"{_BACKEND}._run_sdpa_forward_decode", "around", batched_attention.around_decode),
         (f"{_BACKEND}._run_sdpa_forward_extend", "around", batched_attention.around_extend),
+        (f"{_BACKEND}.forward_decode", "around", sinks.around_forward),
+        (f"{_BACKEND}.forward_extend", "around", sinks.around_forward),
+        (f"{_GPT_OSS}Attention.__init__", "after", sinks.after_init),
+        (_MODEL_ADJUSTMENTS, "around", sinks.around_adjustments),
         (_SPARSE, "replace", sparse_attention.is_deepseek_dsa),
         (f"{_LATENT}.__init__", "after", sparse_attention.after_init),
         (f"{_LATENT}.dispatch_attn_forward_method", "after", latent_attention.after_dispatch),

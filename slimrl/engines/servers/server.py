@@ -20,6 +20,7 @@ from slimrl.base.meeting_folder import meeting_folder
 from slimrl.base.spans import PROFILE_FOLDER, child_variables
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8, is_packed_int4
 from slimrl.config.env_vars import ENGINE_PINNED
+from slimrl.config.hf_config import stacks_experts
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.sglang_kernels import plain_kernels
@@ -90,6 +91,7 @@ def engine_arguments(
     dequantize: bool = False,
     plain: bool = False,
     linear_attention: bool = False,
+    windows: bool = False,
     wrapped: bool = False,
     deterministic: bool = False,
     trust_remote_code: bool = False,
@@ -105,6 +107,7 @@ def engine_arguments(
         dequantize: serve a quantised checkpoint as a plain model.
         plain: have kernels that leave weights as they are loaded, where SGLang would choose others.
         linear_attention: the model has gated delta nets.
+        windows: it has layers with sliding windows.
         wrapped: serve a wrapped model as text.
         part: of an engine on several nodes.
         deterministic: results of a request depend on its seed alone, whatever shares its batch. On a CPU each request
@@ -157,7 +160,7 @@ def engine_arguments(
         values["disable_prefill_cuda_graph"] = rollout.colocated
         values["enable_deterministic_inference"] = deterministic
     else:
-        values |= _cpu_arguments(rollout, trajectories, linear_attention=linear_attention)
+        values |= _cpu_arguments(rollout, trajectories, linear_attention=linear_attention, windows=windows)
     return [word for name, value in {**values, **rollout.sglang}.items() for word in _flag(name, value)]
 
 
@@ -174,7 +177,9 @@ def cpu_cache_tokens(rollout: RolloutConfig, trajectories: int | None) -> int:
     return max(MIN_CACHE_TOKENS, ceil(most / rollout.engine_attention_dp) * rollout.max_trajectory_tokens)
 
 
-def _cpu_arguments(rollout: RolloutConfig, trajectories: int | None, *, linear_attention: bool) -> dict[str, Any]:
+def _cpu_arguments(
+    rollout: RolloutConfig, trajectories: int | None, *, linear_attention: bool, windows: bool
+) -> dict[str, Any]:
     requests = ceil(rollout.max_concurrency_per_engine / rollout.engine_attention_dp)
     values: dict[str, Any] = {
         "device": "cpu",
@@ -184,6 +189,9 @@ def _cpu_arguments(rollout: RolloutConfig, trajectories: int | None, *, linear_a
         "mem_fraction_static": CPU_MEMORY_FRACTION,
         "max_total_tokens": cpu_cache_tokens(rollout, trajectories),
     }
+    if windows:
+        # The backend of a CPU finds no keys in a pool of their own.
+        values["disable_hybrid_swa_memory"] = True
     if linear_attention:
         values |= {
             # The other way to cache states needs a GPU.
@@ -216,6 +224,9 @@ def engine_environment(rollout: RolloutConfig, *, precision: Precision, cuda: bo
         **{name: value for name, (value, _) in ENGINE_PINNED.items()},
         # The last inputs of a gated delta net's convolution, which SGLang would round to bfloat16 in any model.
         "SGLANG_MAMBA_CONV_DTYPE": precision.dtype,
+        # SGLang fuses two tensors of an indexer of sparse attention: neither could be verified by its name, and one in
+        # FP8 would be lost if a bucket ended between its weight and its scales.
+        "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
     }
     if cuda:
         # Without it an engine that has released its memory keeps that of its CUDA graphs.
@@ -298,8 +309,9 @@ class EngineServer:
             seed=seed,
             dequantize=(is_block_fp8(Path(model)) and not device.computes_block_fp8())
             or (is_packed_int4(Path(model)) and not cuda),
-            plain=role == ENGINE and device.packs_engine_weights(),
+            plain=role == ENGINE and (device.packs_engine_weights() or (cuda and stacks_experts(hf_config))),
             linear_attention=has_linear_attention(hf_config),
+            windows=bool(hf_config.get("sliding_window")) and stacks_experts(hf_config),
             wrapped=wrapper_of(hf_config) is not None,
             deterministic=deterministic,
             trust_remote_code=trust_remote_code,

@@ -12,7 +12,9 @@ from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import write_safetensors_file
 from slimrl.checkpoints.safetensors_folder import write_safetensors
+from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
 from slimrl.checkpoints.wrapped_folder import whole_specs, whole_tensors
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import plain_config, read_hf_config, write_hf_config
 from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
 from slimrl.trainer.weight_source import MegatronWeightSource
@@ -34,9 +36,9 @@ def export_hf(
 ) -> None:
     """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
 
-    The weights have the trainer's dtype; those of a block FP8 model are not quantized again. Layers for multi-token
-    prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py), and so are the tensors of a
-    wrapped model's other modalities.
+    The weights have the trainer's dtype; those of a model in block FP8, packed INT4 or MXFP4 are not quantized again.
+    Layers for multi-token prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py), and so
+    are the tensors of a wrapped model's other modalities.
     The folder is written next to `out_dir` and renamed at the end, so it is complete or absent.
 
     Raises:
@@ -66,8 +68,12 @@ def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, ada
     ):
         carried = UntrainedMtpTensors(reader, config, specs, specs[0].dtype)
         text, tensors = carried.specs(), carried.tensors(source.tensors())
-        whole = whole_specs(stored, text)
-        write_safetensors(partial, whole, whole_tensors(stored, whole, text, lambda _: tensors))
+        weight_map = family_of(config).weight_map(config)
+        if weight_map.stacked:
+            write_safetensors(partial, stacked_specs(weight_map, text), stacked_tensors(weight_map, text, tensors))
+        else:
+            whole = whole_specs(stored, text)
+            write_safetensors(partial, whole, whole_tensors(stored, whole, text, lambda _: tensors))
         write_hf_config(partial, plain_config(config, specs[0].dtype))
         copy_other_files(src_model_dir, partial)
         if adapters is not None:

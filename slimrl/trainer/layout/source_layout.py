@@ -119,8 +119,8 @@ class _Places:
     def _on_stage(self, entry: Entry, stage: int) -> Sequence[Ranks]:
         if entry.expert is None:
             return self._dense[stage] if entry.rule.shard else [self._whole[stage]]
-        assert entry.rule.shard is not None, f"{entry.megatron[0]}: experts that are not sharded"
-        return self._experts[stage][entry.expert * self.parallel.expert // self.num_experts]
+        holders = self._experts[stage][entry.expert * self.parallel.expert // self.num_experts]
+        return holders if entry.rule.shard else [tuple(sorted(rank for shard in holders for rank in shard))]
 
     def _stages_of(self, entry: Entry) -> list[int]:
         """The stages that hold an entry: the embedding is on the first stage, other weights outside of layers on the

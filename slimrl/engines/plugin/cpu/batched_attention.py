@@ -3,7 +3,8 @@
 Decode goes through the dense copy of decode_cache.py. Prefill, and decode batches too uneven for that copy, are
 grouped by size, gathered from the pages and answered by one call per group (`paged_attention`).
 The hooks have the signatures of the methods of TorchNativeAttnBackend that they wrap; attention over an encoder
-(cross attention) and decode batches of one or two go to the original.
+(cross attention) and decode batches of one or two go to the original. Layers with sinks (sinks.py) attend over the
+pages alone.
 With attention data parallelism a batch may end in padding: in decode rows of request 0, which is nobody's, in prefill
 tokens of no request. Their output is 0.
 """
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slimrl.engines.plugin.cpu.decode_cache import DecodeCache
+from slimrl.engines.plugin.cpu.sinks import ATTRIBUTE as SINKS
+from slimrl.engines.plugin.cpu.sinks import with_sink
 
 _COPY_OVER_POOL = 2
 """Largest size of the dense copy, as a multiple of the pool of pages."""
@@ -62,12 +65,13 @@ def around_decode(
     sliding_window_size: int | None,
     **rest: Any,
 ) -> Tensor:
-    if encoder_lens is not None or rest["is_cross_attn"] or len(seq_lens) <= _FEW:
+    sinks = getattr(backend, SINKS, None)
+    if encoder_lens is not None or rest["is_cross_attn"] or (len(seq_lens) <= _FEW and sinks is None):
         kwargs = {**rest, "scaling": scaling, "sliding_window_size": sliding_window_size}
         cache_args = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
         return original(backend, query, output, *cache_args, **kwargs)
     cache: DecodeCache = backend.slimrl_decode_cache
-    if cache.ready and k_cache.dtype == query.dtype:
+    if cache.ready and k_cache.dtype == query.dtype and sinks is None:
         attended = cache.attend(query, k_cache, v_cache, scaling, sliding_window_size)
         output[: len(attended)] = attended
         if len(output) > len(attended):
@@ -76,7 +80,7 @@ def around_decode(
     prefix_lens = (seq_lens - 1).tolist()
     return paged_attention(
         query, output, k_cache, v_cache, req_to_token, req_pool_indices, prefix_lens, [1] * len(prefix_lens),
-        scale=scaling, window=sliding_window_size,
+        scale=scaling, window=sliding_window_size, sinks=sinks,
     )  # fmt: skip
 
 
@@ -108,6 +112,7 @@ def around_extend(
     return paged_attention(
         query, output, k_cache, v_cache, req_to_token, req_pool_indices,
         extend_prefix_lens.tolist(), new_lens, scale=scaling, window=sliding_window_size,
+        sinks=getattr(backend, SINKS, None),
     )  # fmt: skip
 
 
@@ -123,6 +128,7 @@ def paged_attention(
     *,
     scale: float | None,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over cached prefixes and themselves.
 
@@ -137,6 +143,7 @@ def paged_attention(
         new_lens: new tokens of each request; their keys and values are in the pools already.
         scale: factor of the scores; None for 1 / sqrt(D).
         window: a query sees this many tokens before its own; None for all.
+        sinks: [H], a further score of each head, of no value; None without.
     """
     starts = [0, *accumulate(new_lens)]
     groups = defaultdict(list)
@@ -153,7 +160,9 @@ def paged_attention(
                 torch.tensor([lens[i] for i in chosen]) for lens in (starts, prefix_lens, new_lens)
             )
             slots_BL = req_to_token[requests[chosen].long(), :longest]
-            _attend_group(query, output, keys_pool, values_pool, slots_BL, start_B, prefix_B, new_B, scale, window)
+            _attend_group(
+                query, output, keys_pool, values_pool, slots_BL, start_B, prefix_B, new_B, scale, window, sinks
+            )
     return output
 
 
@@ -168,6 +177,7 @@ def _attend_group(
     new_B: Tensor,
     scale: float | None,
     window: int | None,
+    sinks: Tensor | None,
 ) -> None:
     """Attention of one padded group of requests. B requests, N their new tokens, L their whole length, M query heads
     per key head.
@@ -183,7 +193,7 @@ def _attend_group(
     keys_BGLD = keys_pool[slots_BL].to(query.dtype).transpose(1, 2)
     values_BGLD = values_pool[slots_BL].masked_fill_(~exists_BL[:, :, None, None], 0).to(query.dtype).transpose(1, 2)
 
-    if window is None and not prefix_B.any():
+    if window is None and sinks is None and not prefix_B.any():
         # The kernel's own causal order hides the padding.
         tokens_BL = (start_B[:, None] + key_position_L).masked_fill_(~exists_BL, 0)
         out_BHLD = scaled_dot_product_attention(
@@ -206,9 +216,12 @@ def _attend_group(
         visible_BNL |= ~is_new_BN[..., None]
         # Query heads of one key head go into the query axis: keys and values are read once, not repeated.
         query_BGMND = query[tokens_BN].unflatten(2, (heads, repeats)).permute(0, 2, 3, 1, 4)
-        out = scaled_dot_product_attention(
-            query_BGMND.flatten(2, 3), keys_BGLD, values_BGLD,
-            attn_mask=visible_BNL[:, None, None].expand(-1, 1, repeats, -1, -1).flatten(2, 3), scale=scale,
-        )  # fmt: skip
+        if sinks is None:
+            mask = visible_BNL[:, None, None].expand(-1, 1, repeats, -1, -1).flatten(2, 3)
+            keys, values = keys_BGLD, values_BGLD
+        else:
+            sinks_GMN1 = sinks.to(query.dtype).view(heads, repeats, 1, 1).expand(-1, -1, len(new_N), -1)
+            keys, values, mask = with_sink(keys_BGLD, values_BGLD, visible_BNL, sinks_GMN1)
+        out = scaled_dot_product_attention(query_BGMND.flatten(2, 3), keys, values, attn_mask=mask, scale=scale)
         out_BNHD = out.unflatten(2, (repeats, len(new_N))).permute(0, 3, 1, 2, 4).flatten(2, 3)
         output[tokens_BN[is_new_BN]] = out_BNHD[is_new_BN]

@@ -7,6 +7,7 @@ those of the trainer. Longer contexts are refused before an engine starts (runti
 
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -18,7 +19,8 @@ class HeldIndexer(nn.Module):
         heads, dim = config.index_n_heads, config.index_head_dim
         self.wq_b = nn.Linear(config.q_lora_rank, heads * dim, bias=False)
         self.wk = nn.Linear(config.hidden_size, dim, bias=False)
-        self.k_norm = nn.LayerNorm(dim)
+        # In float32 whatever the model, as SGLang's.
+        self.k_norm = nn.LayerNorm(dim, dtype=torch.float32)
         self.weights_proj = nn.Linear(config.hidden_size, heads, bias=False)
 
 
