@@ -86,11 +86,11 @@ def _has_pairs(text: str) -> bool:
     return len(found) % 4 == 0 and all(tag == _TAGS[place % 4] for place, tag in enumerate(found))
 
 
-_PARAMETER = re.compile(r'<parameter name="[^">]*">(?:(?!</?parameter).)*</parameter>', re.DOTALL)
+_PARAMETER = re.compile(r'<parameter name="[^">]*">(?:(?!<parameter name=").)*?</parameter>', re.DOTALL)
 
 
 def _has_whole_parameters(text: str) -> bool:
-    """Whether each parameter of MiniMax-M2's calls is closed; SGLang also reads those that are not."""
+    """Whether each parameter of MiniMax-M2's calls is closed before the next; SGLang also reads those that are not."""
     rest = _PARAMETER.sub("", text)
     return "<parameter" not in rest and "</parameter" not in rest
 

@@ -28,16 +28,19 @@ layer, routers, gates of shared experts, gated delta nets."""
 NOT_WITH_ADAPTERS = {
     "moe_grouped_gemm": "computes the experts of a rank in one layer, which takes no adapters",
     "moe_shared_expert_overlap": "calls the linear layers of shared experts apart from their communication",
+    "dsa_indexer_loss_coeff": "has no effect: indexers get no adapters, and stay as they are",
 }
 """Fields of `trainer.megatron` that are refused with adapters -> why."""
 
 
 def linear_layers(hf_config: dict[str, Any]) -> tuple[str, ...]:
-    """The linear layers of LINEAR_LAYERS that a model has."""
+    """The linear layers of LINEAR_LAYERS that a model has and calls."""
     if not hf_config.get("kv_lora_rank"):
         attention = GROUPED_QUERY
     else:
-        attention = (*(LATENT_QUERY if hf_config.get("q_lora_rank") else GROUPED_QUERY[:1]), *LATENT_KEYS)
+        # Megatron's sparse attention reads the weight of kv_b_proj, where adapters would add nothing.
+        keys = LATENT_KEYS[:1] if hf_config.get("index_topk") else LATENT_KEYS
+        attention = (*(LATENT_QUERY if hf_config.get("q_lora_rank") else GROUPED_QUERY[:1]), *keys)
     # PEFT knows no layers within a tensor of all experts.
     return (*attention, "o_proj", *(() if stacks_experts(hf_config) else mlp_layers(hf_config)))
 
@@ -90,7 +93,10 @@ def lora_model_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator
         )
     for name in lora.targets:
         if name in LINEAR_LAYERS and name not in linear_layers(hf_config):
-            yield key, f"the model has no {name}. It has {', '.join(linear_layers(hf_config))}."
+            wrong = f"the model has no {name}. It has"
+            if name == "kv_b_proj" and hf_config.get("index_topk"):
+                wrong = "sparse attention reads the weight of kv_b_proj without calling the layer. Use"
+            yield key, f"{wrong} {', '.join(linear_layers(hf_config))}."
     targets = adapter_targets(lora, hf_config)
     gate, up, _ = mlp_layers(hf_config)
     if num_experts(hf_config) and (gate in targets) != (up in targets):

@@ -114,6 +114,7 @@ FAMILIES = (
         model_types=("deepseek_v3", "kimi_k2"),
         module=deepseek_v3,
         draft=DraftModel(model_class="DeepseekV3ForCausalLMNextN", layer_name=numbered_layer_name),
+        unserved=deepseek_v3.unserved,
         call_parsers=("deepseekv31", "deepseekv3", "kimi_k2"),
     ),
     Family(
@@ -146,6 +147,7 @@ FAMILIES = (
         model_types=("deepseek_v32",),
         module=deepseek_v32,
         draft=DraftModel(model_class="DeepseekV3ForCausalLMNextN", layer_name=numbered_layer_name),
+        unserved=deepseek_v32.unserved,
         call_parsers=("deepseekv32",),
     ),
     Family(

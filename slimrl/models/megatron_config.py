@@ -35,6 +35,11 @@ class MegatronModelConfig:
         return bool(self.transformer.get("layernorm_zero_centered_gamma"))
 
     @property
+    def sparse_attention(self) -> bool:
+        """Whether indexers choose the keys that are attended to."""
+        return self.transformer.get("experimental_attention_variant") == "dsa"
+
+    @property
     def cached_elements(self) -> int:
         """Elements of a token's keys and values in all layers that have them: of grouped-query attention those of its
         heads, of multi-latent attention the latent and the rotated key (arXiv:2405.04434, section 2.1)."""

@@ -33,6 +33,7 @@ from slimrl.models.hf_config import (
     nearest_published,
     published_model,
 )
+from slimrl.models.indexer_rules import indexer_violations
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.published_index import index_names, published_tensors
 from slimrl.models.tensor_names import experts_apart, find_mismatches, left_out
@@ -147,8 +148,8 @@ def _teacher_config(loaded: LoadedRecipe, problems: list[Problem]) -> dict[str, 
 
 
 def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    """A model that no family builds or without the layers to train, groups of ranks that its engines do not form, and
-    fields of `trainer.megatron` without effect."""
+    """A model that no family builds or without the layers to train, groups of ranks that its engines do not form,
+    fields of `trainer.megatron` without effect, and layouts that sparse attention does not have."""
     try:
         family = family_of(hf_config)
         architecture = family.megatron_config(hf_config)
@@ -161,7 +162,7 @@ def model_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterato
         yield "rollout.engine_attention_dp", text
     if trains(loaded.command):
         yield from with_critic(partial(_fields_of_experts, architecture), loaded.recipe, loaded.command)
-        yield from with_critic(partial(_fields_of_indexers, architecture), loaded.recipe, loaded.command)
+        yield from with_critic(partial(indexer_violations, hf_config, architecture), loaded.recipe, loaded.command)
         yield from _mtp_violations(loaded.recipe, architecture)
 
 
@@ -185,14 +186,6 @@ def _fields_of_experts(architecture: MegatronModelConfig, recipe: Recipe) -> Ite
         lacks = "num_moe_experts" if not model.get("num_moe_experts") else OF_SOME_EXPERTS.get(name, "num_moe_experts")
         if name.startswith("moe_") and value and not model.get(lacks):
             yield f"trainer.megatron.{name}", f"has no effect: the model has no {MISSING[lacks]}. Leave it out."
-
-
-def _fields_of_indexers(architecture: MegatronModelConfig, recipe: Recipe) -> Iterator[Violation]:
-    if architecture.transformer.get("experimental_attention_variant") == "dsa":
-        return
-    for name, value in recipe.trainer.megatron.items():
-        if name.startswith("dsa_") and value:
-            yield f"trainer.megatron.{name}", "has no effect: the model has no sparse attention. Leave it out."
 
 
 def _mtp_violations(recipe: Recipe, architecture: MegatronModelConfig) -> Iterator[Violation]:

@@ -83,6 +83,7 @@ MORE_FAMILIES = [
     "minimax_m2",
     "olmoe",
     "moonlight",
+    "deepseek_v32",
     "qwen3_next_mixed",
     "qwen3_5",
     "qwen3_moe_mixed",

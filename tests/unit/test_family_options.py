@@ -1,5 +1,6 @@
 """What the families read from config.json, against transformers' own reading, and what they refuse by name."""
 
+import json
 import re
 
 import pytest
@@ -191,6 +192,36 @@ def test_a_hy_v3_says_what_sglang_would_leave_out():
     for name in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
         with pytest.raises(ValueError, match=f"not supported for hy_v3: {name}: false"):
             family.megatron_config({**released, name: False})
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("DeepSeek-V3", {}), ("DeepSeek-V3.2", {}), ("GLM-5", {"indexer_rope_interleave": True})],
+)
+def test_a_deepseek_saved_by_transformers_says_what_sglang_would_miss(name, own):
+    released = {**published_config(name), "num_hidden_layers": 4}
+    family = family_of(released)
+    assert family.unserved(released) is None
+    needed = {**own, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    # Not those that transformers keeps without knowing them.
+    config = AutoConfig.for_model(**{key: value for key, value in released.items() if key not in needed})
+    saved = {**config.to_dict(), "first_k_dense_replace": 3}
+    said = family.unserved(saved)
+    assert said is not None
+    assert all(f'"{key}": {json.dumps(value)}' in said for key, value in needed.items())
+    assert "first_k_dense_replace" not in said
+    assert family.unserved({**saved, **needed}) is None
+    assert family.megatron_config(saved) == family.megatron_config(released)
+
+
+@pytest.mark.parametrize(("name", "other"), [("DeepSeek-V3.2", True), ("GLM-5", False)])
+def test_indexers_that_rotate_otherwise_than_transformers_are_refused(name, other):
+    released = published_config(name)
+    family = family_of(released)
+    with pytest.raises(ValueError, match=f"not supported for {family.name}: indexer_rope_interleave: {other}"):
+        family.megatron_config({**released, "indexer_rope_interleave": other})
+    rotated = family.megatron_config({**released, "indexer_rope_interleave": None}).transformer
+    assert rotated["dsa_indexer_rope_interleaved"] is not other
 
 
 def test_a_glm4_moe_lite_says_how_many_layers_are_dense_where_sglang_reads_it():

@@ -50,7 +50,8 @@ def test_the_rules_know_the_linear_layers_of_every_published_model(name):
         and tensor.name.endswith(".weight")
         and not any(part in tensor.name for part in ("linear_attn", ".indexer."))
     }
-    assert set(linear_layers(config)) == held
+    # Sparse attention reads its weight instead of calling it.
+    assert set(linear_layers(config)) == held - ({"kv_b_proj"} if "index_topk" in config else set())
     assert held <= set(LINEAR_LAYERS)
 
 
@@ -104,6 +105,12 @@ def test_targets_are_those_of_the_model():
     (said,) = lora_model_violations(recipe(targets=["k_proj", "o_proj"]), latent)
     assert said[1].startswith("the model has no k_proj. It has q_a_proj, q_b_proj, kv_a_proj_with_mqa")
     assert list(lora_model_violations(recipe(targets=["k_proj", "o_proj"]), grouped)) == []
+    sparse = toy_config("deepseek_v32", ToySize())
+    (said,) = lora_model_violations(recipe(targets=["kv_b_proj", "o_proj"]), sparse)
+    assert said[1].startswith("sparse attention reads the weight of kv_b_proj without calling the layer. Use q_a_proj")
+    assert "kv_b_proj" not in said[1].partition("Use")[2]
+    assert adapter_targets(LORA, sparse) == tuple(n for n in adapter_targets(LORA, latent) if n != "kv_b_proj")
+    assert list(lora_model_violations(recipe(targets=["kv_b_proj", "o_proj"]), latent)) == []
     (said,) = lora_model_violations(recipe(targets=["up_proj"]), grouped)
     assert said[1].endswith("Add gate_proj.")
     dense = {name: value for name, value in grouped.items() if name != "num_experts"}

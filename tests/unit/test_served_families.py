@@ -32,14 +32,24 @@ def problems(path, command: str, **rollout) -> list[str]:
     return [f"{problem.key}: {problem.message}" for problem in model_problems(loaded, devices=False)]
 
 
-@pytest.mark.parametrize(("family", "key"), [("minimax_m2", "use_qk_norm"), ("hy_v3", "route_norm")])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("minimax_m2", "use_qk_norm"),
+        ("hy_v3", "route_norm"),
+        ("deepseek_v3", "moe_layer_freq"),
+        ("deepseek_v32", "scoring_func"),
+        ("glm_moe_dsa", "indexer_rope_interleave"),
+    ],
+)
 def test_a_config_without_a_key_that_sglang_needs_is_refused_where_engines_start(tmp_path, family, key):
     path = tmp_path / "toy"
     write_toy(family, path, SIZE, 0)
     assert problems(path, "rollout") == []
     config = read_hf_config(path)
     (path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != key}))
-    says = f'model.path: SGLang takes other values than those of this {family}. Set "{key}": true in config.json too.'
+    missing = f'"{key}": {json.dumps(config[key])}'
+    says = f"model.path: SGLang takes other values than those of this {family}. Set {missing} in config.json too."
     assert problems(path, "rollout") == [says]
     assert problems(path, "sft") == []
 

@@ -1,5 +1,6 @@
 """SGLang's parsers through ours: good calls are read, everything broken is a malformed call, never an exception."""
 
+import json
 import os
 import re
 import socket
@@ -240,6 +241,24 @@ def test_what_no_file_could_hold_is_malformed(name):
 def test_a_marker_within_an_argument_is_read_as_sglang_reads_it():
     (call,) = parser_of("qwen25").parse(written("qwen25", GOOD | {"note": "<tool_call>"})).calls
     assert call == ToolCall(name="add", arguments=GOOD | {"note": "<tool_call>"})
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["<parameters><a>1</a></parameters>", "see <parameter> here", "<parameter", "</parameters", "<parameter name="],
+)
+def test_a_parameter_that_speaks_of_parameters_is_read_as_sglang_reads_it(value):
+    parser, text = parser_of("minimax-m2"), written("minimax-m2", GOOD | {"note": value})
+    (call,) = parser.parse(text).calls
+    _, (item,) = parser._parser().parse_non_stream(text)
+    assert call == ToolCall(name="add", arguments=json.loads(item.parameters))
+    assert call.arguments == GOOD | {"note": value}
+
+
+@pytest.mark.parametrize("value", ["one</parameter>two", '<parameter name="b">5', "</parameter>"])
+def test_a_parameter_that_ends_or_begins_within_another_is_malformed(value):
+    (call,) = parser_of("minimax-m2").parse(written("minimax-m2", GOOD | {"note": value})).calls
+    assert isinstance(call, MalformedCall)
 
 
 def test_a_broken_call_leaves_nothing_in_the_environment():

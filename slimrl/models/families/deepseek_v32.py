@@ -7,6 +7,7 @@ attended to. A layer without an indexer takes the choice of the layer before (ar
 from typing import Any
 
 from slimrl.models.families.deepseek_moe import moe_config, moe_weight_map
+from slimrl.models.families.deepseek_v3 import unserved as unserved
 from slimrl.models.families.mla import latent_attention_config, latent_attention_rules
 from slimrl.models.families.mtp import num_mtp_layers
 from slimrl.models.families.rules import LayerPrefix, all_layers
@@ -19,7 +20,8 @@ DEFAULT_OFFSET = 2
 
 
 def megatron_config(hf_config: dict[str, Any]) -> MegatronModelConfig:
-    """Raises ValueError for routers, attention, positions and a schedule of indexers that Megatron does not have."""
+    """Raises ValueError for routers, attention, positions and a schedule of indexers that Megatron does not have, and
+    for a rotation of indexers that transformers does not have for the family."""
     return decoder_config(
         hf_config,
         {**latent_attention_config(hf_config), **moe_config(hf_config), **_indexer_config(hf_config)},
@@ -57,7 +59,10 @@ def indexed_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
 
 def _indexer_config(hf_config: dict[str, Any]) -> dict[str, Any]:
     period, offset = _schedule(hf_config)
-    interleaved = hf_config.get("indexer_rope_interleave", hf_config.get("model_type") == "glm_moe_dsa")
+    kind, given = hf_config.get("model_type"), hf_config.get("indexer_rope_interleave")
+    interleaved = kind == "glm_moe_dsa"
+    if given not in (None, interleaved):
+        raise ValueError(f"config.json: not supported for {kind}: indexer_rope_interleave: {given!r}")
     return {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": int(required(hf_config, "index_n_heads")),
@@ -65,7 +70,7 @@ def _indexer_config(hf_config: dict[str, Any]) -> dict[str, Any]:
         "dsa_indexer_topk": int(required(hf_config, "index_topk")),
         "dsa_indexer_topk_freq": period,
         "dsa_indexer_skip_topk_offset": offset,
-        "dsa_indexer_rope_interleaved": bool(interleaved),
+        "dsa_indexer_rope_interleaved": interleaved,
         # The same rotation of queries and keys leaves their products as they are.
         "dsa_indexer_rotate_activation": False,
         "dsa_indexer_k_norm_epsilon": 1e-6,

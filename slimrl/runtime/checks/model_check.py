@@ -58,7 +58,7 @@ def model_problems(loaded: LoadedRecipe, *, devices: bool) -> list[Problem]:
     if family_of(hf_config).linear_attention:
         problems += _delta_net_problems(loaded)
         problems += _linear_attention_problems(loaded, hf_config) if devices else []
-    problems += sparse_attention_problems(loaded, hf_config, devices=devices)
+    problems += sparse_attention_problems(loaded, hf_config) if devices else []
     if loaded.command in ("train", "resync bench"):
         problems += _resync_problems(loaded, hf_config, devices)
     problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
