@@ -44,7 +44,8 @@ from slimrl.trainer.worker import TrainerWorker
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LAYERS = 2
-FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3"]
+FAMILIES = ["deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "hy_v3"]
+"""That of GLM-5 is not among them: transformers' own MtpModel cannot compute its layers, which return a tuple."""
 GATED = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 QUICK = {name: MOE_LAYOUTS_OF_2[name] for name in ("tp2_sp_etp2", "pp2", "ep2")}
 TEMPERATURE, WEIGHT = 0.7, 0.3
@@ -97,7 +98,9 @@ def loss_and_gradients(rank, world_size, port, paths, segments, layers=LAYERS):
         )
         result = runner.train_update(batches, cross_entropy, denominator=1.0, temperature=TEMPERATURE)
         gradients = {
-            name: parameter.main_grad.numpy().copy() for name, parameter in unwrap(chunks[0]).mtp.named_parameters()
+            name: parameter.main_grad.numpy().copy()
+            for name, parameter in unwrap(chunks[0]).mtp.named_parameters()
+            if parameter.requires_grad
         }
         results.append((result.sums["mtp_loss"], gradients))
     dist.destroy_process_group()
@@ -119,7 +122,8 @@ def expected_loss(model, mtp, segments):
             embedded_1TH = model.model.embed_tokens(tokens_T[None, ahead:-1]).detach()
             positions_1T = torch.arange(length)[None]
             rotary = model.model.rotary_emb(embedded_1TH, positions_1T)
-            hidden_1TH = layer(embedded_1TH, hidden_1TH[:, :length], rotary, None, positions_1T, None)
+            mask_11TT = torch.full((1, 1, length, length), -torch.inf).triu(1)
+            hidden_1TH = layer(embedded_1TH, hidden_1TH[:, :length], rotary, mask_11TT, positions_1T, None)
             log_p_TV = (model.lm_head(hidden_1TH)[0] / TEMPERATURE).log_softmax(-1)
             log_p_T = log_p_TV.gather(1, tokens_T[ahead + 1 :, None])[:, 0]
             sums[index] -= log_p_T[mask_T[ahead + 1 :]].sum()
@@ -145,9 +149,11 @@ def test_mtp_layers_have_the_loss_and_the_gradient_of_transformers_layers(tmp_pa
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         # By these transformers finds the layers in the checkpoint; its own list has those of the released models.
         model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\.", r"model\.layers\.5\."]
-        if path.name in ("glm4_moe_lite", "hy_v3"):
+        if path.name in ("glm4_moe_lite", "hy_v3", "deepseek_v32"):
             # Their configs in transformers know neither how many there are nor of which kind.
             model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = LAYERS, ["sparse"] * LAYERS
+            if hasattr(model.config, "index_topk"):
+                model.config.mtp_layer_types = ["indexed_attention"] * LAYERS
         if path.name == "hy_v3":
             # Nor does transformers know what these layers of Hy3 call their last norm.
             tensors = load_file(path / "model.safetensors")
