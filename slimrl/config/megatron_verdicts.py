@@ -11,7 +11,7 @@ from slimrl.config.verdicts import Verdict, judged, table
 
 _SAFE, _MODEL, _SLIMRL, _NONE = Verdict.safe, Verdict.model, Verdict.slimrl, Verdict.no_effect
 
-_FROM_CONFIG = "is the model's: trainer and engines take their layers from the config.json of model.path."
+_FROM_CONFIG = "is the model's: trainer and engines take their layers from the config.json of model.path. Leave it out."
 _PACKED = "slimrl packs sequences of any length into its micro-batches, which it does not go with. Leave it out."
 _UNTRIED = "is not supported: slimrl has not been tried with it. Leave it out."
 

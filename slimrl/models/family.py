@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slimrl.config.wrapper import WRAPPERS
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.engine_rules import NORM_OVER_HEADS
 from slimrl.models.engine_slice import EngineRule
@@ -193,6 +194,9 @@ FAMILIES = (
 )
 
 
+_MODEL_TYPES = {name for family in FAMILIES for name in family.model_types}
+
+
 def family_of(hf_config: dict[str, Any]) -> Family:
     """The family of a Hugging Face config.
 
@@ -203,8 +207,15 @@ def family_of(hf_config: dict[str, Any]) -> Family:
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
-    known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
-    raise ValueError(f"config.json: model_type {model_type!r} is not supported; known: {known}")
+    known = ", ".join(sorted({*_MODEL_TYPES, *(wrapper.model_type for wrapper in WRAPPERS)}))
+    raise ValueError(
+        f"config.json: model_type {model_type!r} is not supported; known: {known}. docs/models.md says what stands in "
+        "the way of some others, docs/adding_a_model.md how one is added"
+    )
+
+
+def is_of_a_family(hf_config: dict[str, Any]) -> bool:
+    return hf_config.get("model_type") in _MODEL_TYPES
 
 
 def has_linear_attention(hf_config: dict[str, Any]) -> bool:

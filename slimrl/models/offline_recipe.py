@@ -24,7 +24,7 @@ from slimrl.config.speculative_rules import own_layer_violations
 from slimrl.config.tracking_rules import tracking_warnings
 from slimrl.config.wrapper import wrapper_of
 from slimrl.models.draft import num_draft_layers
-from slimrl.models.family import family_of
+from slimrl.models.family import family_of, is_of_a_family
 from slimrl.models.hf_config import (
     MXFP4_REFUSED,
     SCALE_SUFFIX,
@@ -112,7 +112,9 @@ def read_offline(
             problems.append(loaded.problem("model.path", message, warning=True))
     problems += [loaded.problem(*violation, warning=True) for violation in tracking_warnings(loaded.recipe, command)]
     teacher_config = _teacher_config(loaded, problems) if is_needed("teacher", command) else None
-    for problem in check_recipe(loaded.recipe, hf_config, command, teacher_config=teacher_config):
+    # Of a model of no family, `model_violations` says that.
+    understood = hf_config if hf_config is not None and is_of_a_family(hf_config) else None
+    for problem in check_recipe(loaded.recipe, understood, command, teacher_config=teacher_config):
         problems.append(loaded.problem(problem.key, problem.message, warning=problem.warning))
     if hf_config is not None:
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]

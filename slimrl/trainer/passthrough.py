@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import activations
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -41,7 +42,8 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if name == "activation_func":
-        owner: Any = F if hasattr(F, value) else activations
+        # megatron-core has two functions quick_gelu, and looks for the one beside its fused kernel.
+        owner: Any = next((one for one in (F, fused_bias_geglu) if hasattr(one, value)), activations)
     elif kind is AttnBackend:
         owner = AttnBackend
     elif "torch.dtype" in str(kind):

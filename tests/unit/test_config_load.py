@@ -367,7 +367,7 @@ def test_a_misspelt_extends_is_the_one_problem(folder):
          "trainer.megatron.recompute_granularity: 'ful' is not one of full, selective. Did you mean full?"),
         ("trainer.megatron.rotary_base=5.0",
          "trainer.megatron.rotary_base: is the model's: trainer and engines take their layers "
-         "from the config.json of model.path."),
+         "from the config.json of model.path. Leave it out."),
         ("trainer.megatron.mtp_num_layers=1",
          "trainer.megatron.mtp_num_layers: is set by trainer.mtp.train and the config.json of model.path."),
         ("trainer.megatron.lr=1", "trainer.megatron.lr: is set by trainer.optimizer.lr."),

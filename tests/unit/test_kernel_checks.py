@@ -37,6 +37,7 @@ def problems(
         has_critic=False,
         deterministic=False,
         model=SimpleNamespace(path=str(toy), megatron=None),
+        rollout=SimpleNamespace(max_trajectory_tokens=64),
         trainer=TrainerConfig(**trainer),
     )
     loaded = SimpleNamespace(

@@ -178,3 +178,13 @@ def test_layers_for_multi_token_prediction_with_a_tied_output_layer_need_one_pip
     assert "needs trainer.parallel.pipeline 1" in message
     recipe.trainer.parallel.pipeline = 1
     assert not list(offline_recipe._mtp_violations(recipe, architecture))
+
+
+def test_of_a_model_of_no_family_nothing_else_is_said(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minimax_m3", "hidden_size": 64}))
+    lines = refused(f"model.path={tmp_path}")
+    (line,) = (line for line in lines if "is not supported" in line)
+    assert not any("the model has no experts" in line for line in lines)
+    assert "model_type 'minimax_m3' is not supported; known: " in line
+    assert "qwen3_vl_moe" in line
+    assert "docs/adding_a_model.md" in line

@@ -157,7 +157,7 @@ def test_supervised_training_refuses_them_too(tmp_path):
     (found,) = said(tmp_path, "sft.max_tokens=64", "trainer.megatron.softmax_scale=0.5", command="sft")
     assert found == (
         "trainer.megatron.softmax_scale: is the model's: trainer and engines take their layers from the config.json of "
-        "model.path."
+        "model.path. Leave it out."
     )
 
 
