@@ -35,6 +35,10 @@ def rehearse(path: Path, without: list[str]) -> dict[str, Any]:
     from slimrl.models.offline_recipe import read_offline
 
     planned = read_offline(path, [], intended_command(path), model_needed=False)
+    if "dsa_kernel_backend" in planned.loaded.recipe.trainer.megatron:
+        # Kernels of tilelang have no stand-ins.
+        overrides = ["trainer.megatron.dsa_kernel_backend=none"]
+        planned = read_offline(path, overrides, intended_command(path), model_needed=False)
     hf_config = published(planned.hf_config)
     try:
         found = {"trainer": rehearse_trainer(planned, hf_config)}

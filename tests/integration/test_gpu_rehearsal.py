@@ -66,7 +66,7 @@ def test_every_recipe_starts_on_the_gpu_that_it_is_for(card):
             apart = name.endswith(("_disaggregated", "_async"))
             assert engine["graphs"]["decode"] == "FullCudaGraphBackend"
             assert ("prefill" in engine["graphs"]) <= apart, name
-            assert bool(engine["fp8"]) == bool(re.search("fp8|deepseek_v3_gspo|kimi_k2", name))
+            assert bool(engine["fp8"]) == bool(re.search("fp8|deepseek_v3_gspo|deepseek_v32|kimi_k2|glm_5|minimax_m2", name))
             assert len(engine["attention"]) == 2
 
 
