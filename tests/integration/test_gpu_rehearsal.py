@@ -21,6 +21,8 @@ NAMES = sorted(
     if path.parent.name not in ("base", "tiny_moe", "smollm2")
 )
 """Those for GPUs"""
+FP8_ENGINES = "fp8|deepseek_v3_gspo|deepseek_v32|kimi_k2|glm_5|minimax_m2"
+"""What the names of recipes have whose engines serve in FP8"""
 
 
 def card_of(name: str) -> str:
@@ -66,7 +68,7 @@ def test_every_recipe_starts_on_the_gpu_that_it_is_for(card):
             apart = name.endswith(("_disaggregated", "_async"))
             assert engine["graphs"]["decode"] == "FullCudaGraphBackend"
             assert ("prefill" in engine["graphs"]) <= apart, name
-            assert bool(engine["fp8"]) == bool(re.search("fp8|deepseek_v3_gspo|deepseek_v32|kimi_k2|glm_5|minimax_m2", name))
+            assert bool(engine["fp8"]) == bool(re.search(FP8_ENGINES, name))
             assert len(engine["attention"]) == 2
 
 
