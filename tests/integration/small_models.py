@@ -269,7 +269,20 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     whole = model.config.to_dict()
-    zero_centred = family_of(whole).megatron_config(whole).zero_centred_norms
+    randomise(model, zero_centred=family_of(whole).megatron_config(whole).zero_centred_norms)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    if hf_config.stacks_experts(whole):
+        save_file(apart(load_file(path / "model.safetensors")), path / EXPECTED_NAME)
+    return path
+
+
+def randomise(model: torch.nn.Module, *, zero_centred: bool) -> None:
+    """Give norms, biases and sinks values that change what a model computes.
+
+    Args:
+        zero_centred: norms multiply by 1 + weight.
+    """
     for tensor_name, parameter in model.named_parameters():
         if "norm" in tensor_name:
             # Norms of delta nets multiply by the weight in any model.
@@ -282,11 +295,6 @@ def small_model(name: str, path: Path, **changes: Any) -> Path:
     for tensor_name, buffer in model.named_buffers():
         if tensor_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.1)
-    model.save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")
-    if hf_config.stacks_experts(whole):
-        save_file(apart(load_file(path / "model.safetensors")), path / EXPECTED_NAME)
-    return path
 
 
 def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import CONFIGS
+from small_models import CONFIGS, randomise
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -90,14 +90,7 @@ def wrapped_model(name: str, path: Path, *, released: bool = True) -> Path:
     torch.manual_seed(0)
     made = AutoConfig.for_model(WRAPPED[name]["model_type"], **json.loads(json.dumps(config)))
     model = AutoModelForImageTextToText.from_config(made)
-    for tensor_name, parameter in model.named_parameters():
-        if "norm" in tensor_name:
-            torch.nn.init.normal_(parameter, 1.0, 0.1)
-        elif tensor_name.endswith("bias"):
-            torch.nn.init.normal_(parameter, 0.0, 0.3)
-    for tensor_name, buffer in model.named_buffers():
-        if tensor_name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(buffer, 0.0, 0.1)
+    randomise(model, zero_centred=WRAPPED[name]["model_type"].startswith("qwen3_5"))
     model.save_pretrained(path)
     if released:
         own = {"dtype": "float32", "architectures": [wrapper_of(WRAPPED[name]).engine_class]}
