@@ -288,7 +288,7 @@ def test_a_worker_that_cannot_load_the_task_stops_the_start_with_its_cause(model
     before = worker_processes()
     with pytest.raises(StageError, match=rf"episode worker [01]: .*{said}"), stage_of(recipe, tmp_path / "logs"):
         pass
-    assert worker_processes() == before
+    assert psutil.wait_procs(worker_processes() - before, timeout=10)[1] == []
 
 
 DRIVER = """
