@@ -5,7 +5,8 @@ from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.data.model_weights import TensorSpec
-from slimrl.quantization.int4 import PACKED, PER_WORD, SCALE, SHAPE, PackedInt4, dequantize
+from slimrl.models.hf_config import INT4_PER_WORD, PACKED_SCALE_SUFFIX, PACKED_SHAPE_SUFFIX, PACKED_SUFFIX
+from slimrl.quantization.int4 import PackedInt4, dequantize
 
 
 class Int4Reader(CheckpointReader):
@@ -22,8 +23,10 @@ class Int4Reader(CheckpointReader):
     def __init__(self, folder: CheckpointReader, int4: PackedInt4, dtype: str) -> None:
         self.path, self.folder, self._group, self._dtype = folder.path, folder, int4.group, dtype
         self.left_out = folder.left_out
-        names = [name.removesuffix(PACKED) for name in folder.specs if name.endswith(f".weight{PACKED}")]
-        parts = {name + suffix for name in names for suffix in (PACKED, SCALE, SHAPE)}
+        names = [name.removesuffix(PACKED_SUFFIX) for name in folder.specs if name.endswith(f".weight{PACKED_SUFFIX}")]
+        parts = {
+            name + suffix for name in names for suffix in (PACKED_SUFFIX, PACKED_SCALE_SUFFIX, PACKED_SHAPE_SUFFIX)
+        }
         packed = {name: TensorSpec(name=name, shape=self._shape(name), dtype=dtype) for name in names}
         self.packed = frozenset(packed)
         """Names of the matrices that are INT4 on disk."""
@@ -35,9 +38,9 @@ class Int4Reader(CheckpointReader):
             return self.folder.read(name, slices)
         rows, columns = slices
         first, last = columns.start // self._group, -(-columns.stop // self._group)
-        per_group = self._group // PER_WORD
-        words = self.folder.read(name + PACKED, (rows, slice(first * per_group, last * per_group)))
-        scales = self.folder.read(name + SCALE, (rows, slice(first, last)))
+        per_group = self._group // INT4_PER_WORD
+        words = self.folder.read(name + PACKED_SUFFIX, (rows, slice(first * per_group, last * per_group)))
+        scales = self.folder.read(name + PACKED_SCALE_SUFFIX, (rows, slice(first, last)))
         whole = dequantize(words, scales, getattr(torch, self._dtype), self._group)
         offset = first * self._group
         return whole[:, columns.start - offset : columns.stop - offset]
@@ -47,13 +50,15 @@ class Int4Reader(CheckpointReader):
 
     def _shape(self, name: str) -> tuple[int, ...]:
         specs = self.folder.specs
-        if missing := [name + suffix for suffix in (SCALE, SHAPE) if name + suffix not in specs]:
-            raise ValueError(f"{self.path}: {name + PACKED} is there, but {' and '.join(missing)} missing")
-        words, scales = specs[name + PACKED].shape, specs[name + SCALE].shape
+        if missing := [
+            name + suffix for suffix in (PACKED_SCALE_SUFFIX, PACKED_SHAPE_SUFFIX) if name + suffix not in specs
+        ]:
+            raise ValueError(f"{self.path}: {name + PACKED_SUFFIX} is there, but {' and '.join(missing)} missing")
+        words, scales = specs[name + PACKED_SUFFIX].shape, specs[name + PACKED_SCALE_SUFFIX].shape
         fits = len(words) == len(scales) == 2 and words[0] == scales[0]
-        if not fits or words[1] * PER_WORD != scales[1] * self._group:
+        if not fits or words[1] * INT4_PER_WORD != scales[1] * self._group:
             raise ValueError(
-                f"{self.path}: {name}: {list(words)} words of {PER_WORD} columns do not fit {list(scales)} scales, one "
-                f"for {self._group} columns"
+                f"{self.path}: {name}: {list(words)} words of {INT4_PER_WORD} columns do not fit {list(scales)} "
+                f"scales, one for {self._group} columns"
             )
-        return words[0], words[1] * PER_WORD
+        return words[0], words[1] * INT4_PER_WORD

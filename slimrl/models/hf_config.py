@@ -23,11 +23,13 @@ PLAIN_SUFFIX = "-BF16"
 OF_SAME_SIZES = {
     **dict.fromkeys(("DeepSeek-R1", "DeepSeek-V3-0324", "DeepSeek-V3.1"), "DeepSeek-V3"),
     **dict.fromkeys(("MiniMax-M2.1", "MiniMax-M2.5", "MiniMax-M2.7"), "MiniMax-M2"),
+    **dict.fromkeys(("Kimi-K2.6", "Kimi-K2.7-Code"), "Kimi-K2.5"),
     **{f"OLMoE-1B-7B-{name}": "OLMoE-1B-7B-0924" for name in ("0924-Instruct", "0125", "0125-Instruct")},
     **{f"{name}-{kind}": name for name in ("Qwen3-VL-8B", "Qwen3-VL-30B-A3B") for kind in ("Instruct", "Thinking")},
 }
 """Published model -> the one whose config and tensors it has. V3.1's scales of FP8 are powers of two, which no size
-depends on; M2.7's context is longer, 204,800 tokens for 196,608. OLMoE's 0125 is stored in float32."""
+depends on; M2.7's context is longer, 204,800 tokens for 196,608; Kimi-K2.6 ends its turns with another token. OLMoE's
+0125 is stored in float32."""
 
 SCALE_SUFFIX = "_scale_inv"
 """Suffix that makes the name of the scales from that of a tensor in block FP8."""
@@ -55,6 +57,26 @@ MXFP4_BLOCK = 32
 
 MXFP4_REFUSED = (
     "quantization_config: the experts are in MXFP4, to which no resync and no export rounds. `slimrl-tools dequantize` "
+    "writes the model in bfloat16, for trainer and engines; without engines (`slimrl sft`) it is read as it is"
+)
+
+PACKED_INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
+    },
+}
+"""`quantization_config` of a checkpoint whose experts are in INT4, as Kimi-K2-Thinking and Kimi-K2.5 have it."""
+
+PACKED_SUFFIX, PACKED_SCALE_SUFFIX, PACKED_SHAPE_SUFFIX = "_packed", "_scale", "_shape"
+"""Suffixes of the names of the three tensors that store a matrix in INT4."""
+
+INT4_PER_WORD = 8
+"""Columns of INT4 in an int32."""
+
+INT4_REFUSED = (
+    "quantization_config: the experts are in INT4, and a resync would send engines others. `slimrl-tools dequantize` "
     "writes the model in bfloat16, for trainer and engines; without engines (`slimrl sft`) it is read as it is"
 )
 
@@ -95,6 +117,28 @@ def plain_config(hf_config: Mapping[str, Any], dtype: str | None = None) -> dict
 def is_mxfp4(hf_config: Mapping[str, Any]) -> bool:
     """Whether config.json says that experts are in MXFP4."""
     return (hf_config.get("quantization_config") or {}).get("quant_method") == MXFP4["quant_method"]
+
+
+def unsendable_format(hf_config: Mapping[str, Any]) -> str | None:
+    """Why engines cannot hold a model in the format of its files while a trainer updates it; None if they can."""
+    if is_mxfp4(hf_config):
+        return MXFP4_REFUSED
+    quantization = hf_config.get("quantization_config") or {}
+    packed = all(quantization.get(key) == PACKED_INT4[key] for key in ("quant_method", "format"))
+    return INT4_REFUSED if packed else None
+
+
+def unpacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same tensors with each matrix that is in INT4 in place of the three that store it."""
+    unpacked = dict(shapes)
+    for name in shapes:
+        if name.endswith(f".weight{PACKED_SUFFIX}"):
+            matrix = name.removesuffix(PACKED_SUFFIX)
+            rows, words = unpacked.pop(name)
+            for suffix in (PACKED_SCALE_SUFFIX, PACKED_SHAPE_SUFFIX):
+                unpacked.pop(matrix + suffix, None)
+            unpacked[matrix] = (rows, words * INT4_PER_WORD)
+    return unpacked
 
 
 def rope_theta(hf_config: dict[str, Any]) -> float:
@@ -179,6 +223,8 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
             config, stored = {**config, "quantization_config": BLOCK_FP8}, "block FP8"
         elif not plain and is_stored_in(name, "U8"):
             config, stored = {**config, "quantization_config": MXFP4}, "MXFP4"
+        elif not plain and is_stored_in(name, "I32"):
+            config, stored = {**config, "quantization_config": PACKED_INT4}, "INT4"
         else:
             stored = dtype_name(config)
         return config, f"{name} as published{same}, in {stored}, for {model_path} is not here"

@@ -26,12 +26,12 @@ from slimrl.config.wrapper import wrapper_of
 from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of, is_of_a_family
 from slimrl.models.hf_config import (
-    MXFP4_REFUSED,
     SCALE_SUFFIX,
     config_for_planning,
-    is_mxfp4,
     nearest_published,
     published_model,
+    unpacked_shapes,
+    unsendable_format,
 )
 from slimrl.models.indexer_rules import indexer_violations
 from slimrl.models.megatron_config import MegatronModelConfig
@@ -119,8 +119,8 @@ def read_offline(
     if hf_config is not None:
         problems += [loaded.problem(*violation) for violation in model_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _bucket_violations(loaded, hf_config)]
-        if command in ("train", "resync estimate") and is_mxfp4(hf_config):
-            problems.append(loaded.problem("model.path", f"{loaded.recipe.model.path}: {MXFP4_REFUSED}."))
+        if command in ("train", "resync estimate") and (refused_format := unsendable_format(hf_config)):
+            problems.append(loaded.problem("model.path", f"{loaded.recipe.model.path}: {refused_format}."))
         problems += [loaded.problem(*violation) for violation in _draft_violations(loaded, hf_config)]
         problems += [loaded.problem(*violation) for violation in _index_violations(loaded, hf_config)]
     if importlib.util.find_spec("transformer_engine") is None:
@@ -240,15 +240,16 @@ def _index_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterat
     except ValueError:  # of no family, which `model_violations` says
         return
     shapes = {tensor: spec.shape for tensor, spec in published_tensors(name, expert_ranges=True).items()}
-    wrapped = wrapper_of(hf_config) is not None
-    if wrapped:
+    shapes, wrapper = unpacked_shapes(shapes), wrapper_of(hf_config)
+    if wrapper is not None:
         shapes = text_shapes(hf_config, shapes)
     aside = left_out(shapes, hf_config)
     shapes = {
         tensor: shape for tensor, shape in shapes.items() if tensor not in aside and not tensor.endswith(SCALE_SUFFIX)
     }
     shapes = experts_apart(weight_map, shapes, expert_ranges=True)
-    found = find_mismatches(weight_map, shapes, expert_ranges=not wrapped)
+    # Experts of a wrapped model that were stacked have been named one by one.
+    found = find_mismatches(weight_map, shapes, expert_ranges=wrapper is None or wrapper.stacked is None)
     lines = [*found.lines(), *(f"{tensor}: of another shape" for tensor in found.misshaped)]
     if lines:
         yield "model.path", f"{path}: the published {name} does not fit its config: {'; '.join(lines)}."

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
-"""Suffixes of the names of the three tensors behind that of the matrix."""
-
-PER_WORD = 8
-"""Columns in an int32."""
+from slimrl.models.hf_config import INT4_PER_WORD
 
 _ZERO = 8
 """Nibble of the value 0."""
@@ -49,7 +45,7 @@ class PackedInt4:
         if raw.get("format") != "pack-quantized":
             problems.insert(0, f"format {raw.get('format')!r}")
         group = weights.get("group_size")
-        if not isinstance(group, int) or group < 1 or group % PER_WORD:
+        if not isinstance(group, int) or group < 1 or group % INT4_PER_WORD:
             problems.append(f"group_size {group!r}")
         if len(groups) != 1:
             problems = [f"{len(groups)} config_groups"]
@@ -63,7 +59,7 @@ class PackedInt4:
 
 def dequantize(packed_MW: Tensor, scale_MG: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     """The matrix [M, N], computed in float32 and rounded to `dtype`. Its first column begins a word and a group."""
-    shifts = torch.arange(0, 4 * PER_WORD, 4, dtype=torch.int32)
+    shifts = torch.arange(0, 4 * INT4_PER_WORD, 4, dtype=torch.int32)
     nibbles_MN = (packed_MW[..., None] >> shifts).bitwise_and_(15).flatten(1)
     scale_MN = scale_MG.float().repeat_interleave(group, dim=1)[:, : nibbles_MN.shape[1]]
     return (nibbles_MN - _ZERO).float().mul_(scale_MN).to(dtype)

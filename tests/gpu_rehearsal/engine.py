@@ -1,6 +1,5 @@
 """An engine's start, up to what needs a device: as EngineServer starts it, through SGLang's own resolution."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +7,9 @@ from typing import Any
 
 from gpu_rehearsal.recipe import environment
 from slimrl import device
+from slimrl.config.hf_config import write_hf_config
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.wrapper import wrapper_of
 from slimrl.engines.servers.server import engine_arguments, engine_environment
 from slimrl.models.family import has_linear_attention
 from slimrl.models.offline_recipe import OfflineRecipe
@@ -24,7 +25,8 @@ def rehearse_engine(
         without: flags to leave out of the command line.
     """
     recipe = planned.recipe
-    (folder / "config.json").write_text(json.dumps(hf_config))
+    # Of a wrapped model the whole config, by which SGLang takes its multimodal class.
+    write_hf_config(folder, hf_config)
     with environment(engine_environment(recipe.rollout, precision=recipe.trainer.precision, cuda=True)):
         return _resolve(recipe, hf_config, folder, without)
 
@@ -45,6 +47,7 @@ def _resolve(recipe: Recipe, hf_config: dict[str, Any], folder: Path, without: C
         dequantize="quantization_config" in hf_config and not device.computes_block_fp8(),
         plain=device.packs_engine_weights(),
         linear_attention=has_linear_attention(hf_config),
+        wrapped=wrapper_of(hf_config) is not None,
         deterministic=recipe.deterministic,
         trust_remote_code=recipe.model.trust_remote_code,
     )

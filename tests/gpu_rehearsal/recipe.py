@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slimrl.config.wrapper import WRAPPED_IN
 from slimrl.toys.toy_configs import TOYS, ToySize
 
 TOY = TOYS["qwen3_moe"](ToySize(hidden=128, head_dim=64, moe_intermediate=128)) | {"vocab_size": 512}
@@ -12,10 +13,13 @@ TOY = TOYS["qwen3_moe"](ToySize(hidden=128, head_dim=64, moe_intermediate=128)) 
 
 
 def published(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the name of the model's class; the toy of the small recipes where the recipe names none."""
+    """The config with the name of the model's class, which one around it names itself; the toy of the small recipes
+    where the recipe names none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = hf_config or TOY
+    if WRAPPED_IN in config:
+        return config
     return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]], **config}
 
 

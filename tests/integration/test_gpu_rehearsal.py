@@ -21,7 +21,7 @@ NAMES = sorted(
     if path.parent.name not in ("base", "tiny_moe", "smollm2")
 )
 """Those for GPUs"""
-FP8_ENGINES = "fp8|deepseek_v3_gspo|deepseek_v32|kimi_k2|glm_5|minimax_m2"
+FP8_ENGINES = "fp8|deepseek_v3_gspo|deepseek_v32|kimi_k2_gspo|glm_5|minimax_m2"
 """What the names of recipes have whose engines serve in FP8"""
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from slimrl.checkpoints.hf_check import check_checkpoint, check_tensors
 from slimrl.checkpoints.hf_checkpoint import DequantizingReader, left_out_note, open_hf_checkpoint
+from slimrl.checkpoints.int4_reader import Int4Reader
 from slimrl.checkpoints.stacked_experts import StackedFolder
 from slimrl.config.problems import RecipeError
 from slimrl.config.wrapper import wrapper_of
@@ -26,12 +27,14 @@ from slimrl.models.hf_config import (
     BLOCK_FP8,
     FP8_SUFFIX,
     MXFP4,
+    PACKED_INT4,
     PLAIN_SUFFIX,
     SCALE_SUFFIX,
     config_for_planning,
     is_mxfp4,
     nearest_published,
     published_config,
+    unpacked_shapes,
 )
 from slimrl.models.offline_recipe import read_offline
 from slimrl.models.published_index import PublishedTensor, index_names, published_tensors
@@ -39,9 +42,17 @@ from slimrl.models.tensor_names import EMBEDDING, HEAD, experts_apart, find_mism
 from slimrl.models.wrapped_layout import WrappedLayout
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.quantization.fp8_tensors import quantized_names
+from slimrl.quantization.int4 import PackedInt4
 
 ROOT = Path(__file__).parents[2]
-DTYPES = {"BF16": "bfloat16", "U8": "uint8", "F32": "float32", "F8_E4M3": "float8_e4m3fn", None: "bfloat16"}
+DTYPES = {
+    "BF16": "bfloat16",
+    "U8": "uint8",
+    "I32": "int32",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+    None: "bfloat16",
+}
 
 BEGINNERS = [
     *(f"Qwen3-{size}" for size in ("0.6B", "0.6B-Base", "1.7B", "1.7B-Base", "4B", "8B", "14B", "32B")),
@@ -58,6 +69,7 @@ COUNTED = {
     "Qwen3-30B-A3B": 18_867,
     "DeepSeek-V3": 91_991,
     "Kimi-K2": 139_644,
+    "Kimi-K2.5": 208_550,
     "GLM-4.7-Flash": 9_703,
     "Hy3": 47_138,
     "Moonlight-16B-A3B": 5_317 + 27,
@@ -68,7 +80,7 @@ COUNTED = {
 }
 """Tensors in all, as the sources of these indices count them."""
 
-BIG = ("Kimi-K2", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-Next-80B-A3B")
+BIG = ("Kimi-K2", "Kimi-K2.5", "Kimi-K2.5-BF16", "GLM-4.5", "Qwen3-235B-A22B", "Qwen3-Next-80B-A3B")
 """Whose experts are compared one by one only in the full matrix, and by their range always."""
 
 WHOLE_QWEN3_NEXT_FP8 = 151_479
@@ -83,8 +95,16 @@ COUNTED_ELEMENTS = {
     "gpt-oss-120b": 120_412_337_472,
     "gpt-oss-20b-BF16": 20_914_757_184,
     "gpt-oss-120b-BF16": 116_829_156_672,
+    "Kimi-K2.5": 170_738_182_128,
 }
-"""Elements of all tensors, scales included, as the Hub counts them; of MXFP4 it counts the two in a byte."""
+"""Elements of all tensors, scales included, as the Hub counts them; of MXFP4 it counts the two in a byte. Those of
+Kimi-K2.5 are counted in the report of its files, words of eight INT4 as one."""
+
+VISION_OF_KIMI = 335
+"""Tensors of the tower and the projector of Kimi-K2.7-Code, as who extracted them counts."""
+
+KIMI_IN_BILLIONS = 1026.9
+"""Parameters of Kimi-K2.6 and of K2.7-Code, tower included, as the Hub counts them."""
 
 
 def config_of(name: str) -> dict:
@@ -92,6 +112,8 @@ def config_of(name: str) -> dict:
     stored = published_tensors(name, expert_ranges=True).values()
     if any(tensor.dtype == "U8" for tensor in stored):
         return {**plain, "quantization_config": MXFP4}
+    if any(tensor.dtype == "I32" for tensor in stored):
+        return {**plain, "quantization_config": PACKED_INT4}
     in_fp8 = any(tensor.dtype == "F8_E4M3" for tensor in stored)
     return {**plain, "quantization_config": BLOCK_FP8} if in_fp8 else plain
 
@@ -137,6 +159,10 @@ def test_published_tensors_are_those_of_the_weight_map_in_name_shape_and_dtype(n
         reader = StackedFolder(folder, weight_map, "bfloat16")
         matrices = {tensor for tensor in weight_map.stacked if tensor.endswith(".weight")}
         assert reader.quantized == (matrices if is_mxfp4(config) else set())
+    elif int4 := PackedInt4.of_config(config):
+        reader = Int4Reader(folder, int4, "bfloat16")
+        # `ignore` of its quantization_config leaves out everything but the experts.
+        assert reader.packed == {each for each in reader.specs if ".experts." in each}
     elif "quantization_config" in config:
         fp8 = BlockFp8.of_config(config)
         reader = DequantizingReader(folder, fp8, "bfloat16")
@@ -267,6 +293,37 @@ def test_gpt_oss_is_planned_in_bfloat16_and_refused_in_mxfp4_as_it_is_published(
     recipe = "recipes/gpt_oss/gpt_oss_20b_gspo.yaml"
     with pytest.raises(RecipeError, match=r"model.path: openai/gpt-oss-20b: .* MXFP4, .*`slimrl-tools dequantize`"):
         read_offline(recipe, ["model.path=openai/gpt-oss-20b"], "train")
+
+
+def test_kimi_k2_5_is_planned_in_bfloat16_and_refused_in_int4_as_it_is_published(monkeypatch, tmp_path):
+    recipe = ROOT / "recipes" / "kimi_k25" / "kimi_k2_5_gspo.yaml"
+    for model, words in (
+        ("moonshotai/Kimi-K2.5", "Kimi-K2.5 as published, in INT4, for"),
+        ("models/Kimi-K2.6", "Kimi-K2.5 as published, whose sizes Kimi-K2.6 has, in INT4, for"),
+    ):
+        config, found = config_for_planning(Path(model))
+        assert (config["quantization_config"], found.startswith(words)) == (PACKED_INT4, True)
+        with pytest.raises(RecipeError, match=rf"model.path: {model}: .* in INT4, .*`slimrl-tools dequantize`"):
+            read_offline(recipe, [f"model.path={model}"], "train")
+        assert read_offline(recipe, [f"model.path={model}"], "rollout").model == found
+    # A folder is read by its config.json.
+    (tmp_path / "config.json").write_text(
+        json.dumps({**published_config("Kimi-K2"), "quantization_config": PACKED_INT4})
+    )
+    with pytest.raises(RecipeError, match=r"model.path: .* in INT4, "):
+        read_offline(recipe, [f"model.path={tmp_path}"], "train")
+    assert "in bfloat16, for" in read_offline(recipe, ["model.path=unsloth/Kimi-K2.6-BF16"], "train").model
+
+
+def test_the_plain_tensors_of_kimi_k2_5_are_those_that_its_files_pack():
+    packed, plain = (
+        {name: tensor.shape for name, tensor in published_tensors(model, expert_ranges=True).items()}
+        for model in ("Kimi-K2.5", "Kimi-K2.5-BF16")
+    )
+    assert unpacked_shapes(packed) == plain
+    whole = published_tensors("Kimi-K2.5-BF16")
+    assert sum(name.startswith(("vision_tower.", "mm_projector.")) for name in whole) == VISION_OF_KIMI
+    assert sum(prod(tensor.shape) for tensor in whole.values()) / 1e9 == pytest.approx(KIMI_IN_BILLIONS, abs=0.05)
 
 
 def test_models_of_the_same_sizes_are_planned_and_checked_as_the_one_whose_files_are_known(monkeypatch, tmp_path):

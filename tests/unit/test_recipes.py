@@ -33,6 +33,7 @@ LARGE = {
     "deepseek_v3/moonlight_16b_a3b": "Moonlight-16B-A3B",
     "deepseek_v3/deepseek_v3": "DeepSeek-V3",
     "deepseek_v3/kimi_k2": "Kimi-K2",
+    "kimi_k25/kimi_k2_5": "Kimi-K2.5",
     "glm4_moe/glm_4_5_air": "GLM-4.5-Air",
     "glm4_moe/glm_4_5": "GLM-4.5",
     "glm4_moe_lite/glm_4_7_flash": "GLM-4.7-Flash",
@@ -168,11 +169,15 @@ def test_a_recipe_is_checked_without_torch_in_half_the_time_that_its_import_take
     assert takes_less(check, 1 / 2, "import torch\n", rounds=8)
 
 
-@pytest.mark.parametrize("name", ["Kimi-K2", "Moonlight"])
+@pytest.mark.parametrize("name", ["Kimi-K2-FP8", "Kimi-K2.5-BF16", "Moonlight-16B-A3B"])
 def test_recipes_of_models_whose_tokenizer_is_code_trust_it(name):
     """Their folders have a tiktoken.model and tokenization_*.py, and no tokenizer.json."""
-    loaded = [read_recipe(path, [], "train")[0].recipe.model for path in (RECIPES / "deepseek_v3").glob("*.yaml")]
-    models = [model for model in loaded if model.path.startswith(f"models/{name}")]
+    loaded = [
+        read_recipe(path, [], "train")[0].recipe.model
+        for path in PATHS
+        if path.parent.name in ("deepseek_v3", "kimi_k25")
+    ]
+    models = [model for model in loaded if model.path == f"models/{name}"]
     assert len(models) == 2
     assert all(model.trust_remote_code for model in models)
 
