@@ -50,6 +50,10 @@ EXPERTS_WITH_BIASES = STACKED_EXPERTS = ("gpt_oss",)
 experts of a layer as one."""
 
 
+WITH_SINKS = ("gpt_oss",)
+"""`model_type` of models whose attention has sinks."""
+
+
 def first_of(hf_config: dict[str, Any], *names: str) -> int:
     """The first of these keys that is present and not null, else 0."""
     return next((int(hf_config[name]) for name in names if hf_config.get(name) is not None), 0)

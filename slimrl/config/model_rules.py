@@ -7,6 +7,7 @@ from typing import Any
 
 from slimrl.config.hf_config import (
     EXPERTS_WITH_BIASES,
+    WITH_SINKS,
     expert_columns,
     first_of,
     num_dense_layers,
@@ -42,6 +43,7 @@ def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) ->
     """(key, what is wrong) of a layout that does not divide the model; sizes are at least 1 here."""
     if trains(command):
         yield from _tensor(recipe, hf_config)
+        yield from _sinks(recipe, hf_config)
         yield from _experts(recipe, hf_config)
         yield from _pipeline(recipe, hf_config)
     if command == "sft":
@@ -67,7 +69,7 @@ def model_warnings(recipe: Recipe, hf_config: dict[str, Any], command: str) -> I
 
 def _tensor(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     parallel, experts = recipe.trainer.parallel, num_experts(hf_config)
-    dense_columns, keys = first_of(hf_config, "intermediate_size"), first_of(hf_config, "linear_num_key_heads")
+    dense_columns = first_of(hf_config, "intermediate_size")
     # Megatron would split groups of query heads; slimrl's weight maps keep each group on one rank.
     sharded = [
         (first_of(hf_config, "num_attention_heads"), "attention heads"),
@@ -75,24 +77,52 @@ def _tensor(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
     ]
     if experts:
         sharded.append((shared_columns(hf_config), "columns of the shared experts"))
+    # Ranks of context parallelism share these too.
+    shared = [(first_of(hf_config, "linear_num_key_heads"), "key heads of linear attention")]
+    if parallel.context > 1 and "a2a" in _exchanges(recipe, hf_config):
+        kind = "key-value heads" if num_kv_heads(hf_config) else "attention heads"
+        heads = num_kv_heads(hf_config) or first_of(hf_config, "num_attention_heads")
+        shared.append((heads, f"{kind}, which cp_comm_type a2a shares among these ranks"))
     mixed = num_dense_layers(hf_config) or hf_config.get("mlp_only_layers")
     if not experts or mixed or first_of(hf_config, "decoder_sparse_step") > 1:
         sharded.append((dense_columns, "columns of a dense layer" if experts else "intermediate columns"))
 
     def fits(size: int, context: int = parallel.context) -> bool:
-        if recipe.trainer.num_ranks % (size * parallel.pipeline * context) or keys % (size * context):
+        if recipe.trainer.num_ranks % (size * parallel.pipeline * context):
             return False
-        return not any(number % size for number, _ in sharded)
+        return not any(number % size for number, _ in sharded) and not any(n % (size * context) for n, _ in shared)
 
     for number, noun in sharded:
         yield from _must_divide("trainer.parallel.tensor", parallel.tensor, number, noun, fits)
-    if keys % (parallel.tensor * parallel.context):
-        use = fitting_text(parallel.context, partial(fits, parallel.tensor), keys)
+    for number, noun in shared:
+        if number % (parallel.tensor * parallel.context):
+            use = fitting_text(parallel.context, partial(fits, parallel.tensor), number)
+            yield (
+                "trainer.parallel.context" if parallel.context > 1 else "trainer.parallel.tensor",
+                f"tensor {parallel.tensor} x context {parallel.context} = {parallel.tensor * parallel.context} does "
+                f"not divide the model's {number} {noun}.{use}",
+            )
+
+
+def _exchanges(recipe: Recipe, hf_config: dict[str, Any]) -> list[str]:
+    """How ranks of context parallelism exchange keys and values, in each layer or in all."""
+    given = recipe.trainer.megatron.get("cp_comm_type")
+    if isinstance(given, list):
+        return [str(kind) for kind in given]
+    return [str(given or ("a2a" if _has_sinks(hf_config) else "p2p"))]
+
+
+def _sinks(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    kinds = set(_exchanges(recipe, hf_config))
+    if recipe.trainer.parallel.context > 1 and _has_sinks(hf_config) and kinds != {"a2a"}:
         yield (
-            "trainer.parallel.context" if parallel.context > 1 else "trainer.parallel.tensor",
-            f"tensor {parallel.tensor} x context {parallel.context} = {parallel.tensor * parallel.context} does not "
-            f"divide the model's {keys} key heads of linear attention.{use}",
+            "trainer.megatron.cp_comm_type",
+            f"{', '.join(sorted(kinds))}: Transformer Engine shares sinks of attention by a2a alone. Leave it out.",
         )
+
+
+def _has_sinks(hf_config: dict[str, Any]) -> bool:
+    return hf_config.get("model_type") in WITH_SINKS
 
 
 def _experts(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:

@@ -70,5 +70,33 @@ def test_layouts_that_one_of_the_libraries_lacks_are_refused(settings, message):
     assert not recipe_problems(RECIPE, [], published_config("gpt-oss-20b"))
 
 
+def test_context_parallel_ranks_share_the_key_value_heads_that_tensor_parallelism_leaves_them():
+    """As `attn_forward_func_with_cp` of Transformer Engine asserts: sinks by a2a, whole heads for each rank."""
+
+    def said(*settings: str, config: dict | None = None) -> list[tuple[str, str]]:
+        model = config or published_config("gpt-oss-20b")
+        ranks = ["trainer.num_ranks=64", "trainer.parallel.sequence=true"]
+        return [(problem.key, problem.message) for problem in recipe_problems(RECIPE, [*ranks, *settings], model)]
+
+    layout = "trainer.parallel.tensor={} trainer.parallel.context={}"
+    for sizes in ((2, 4), (4, 2), (8, 1)):
+        assert said(*layout.format(*sizes).split()) == []
+    (problem,) = said(*layout.format(2, 8).split())
+    assert problem == (
+        "trainer.parallel.context",
+        "tensor 2 x context 8 = 16 does not divide the model's 8 key-value heads, which cp_comm_type a2a shares among "
+        "these ranks. Use 4.",
+    )
+    (problem,) = said("trainer.parallel.context=2", "trainer.megatron.cp_comm_type=p2p")
+    assert problem[0] == "trainer.megatron.cp_comm_type"
+    assert problem[1] == "p2p: Transformer Engine shares sinks of attention by a2a alone. Leave it out."
+    # Other models are asked for a2a; by themselves they pass keys around, of as many heads as there are.
+    other = published_config("Qwen3-30B-A3B")
+    assert said("trainer.parallel.context=8", config=other) == []
+    (problem,) = said("trainer.parallel.context=8", "trainer.megatron.cp_comm_type=a2a", config=other)
+    assert problem[0] == "trainer.parallel.context"
+    assert "the model's 4 key-value heads, which cp_comm_type a2a shares" in problem[1]
+
+
 def test_adapters_are_those_of_attention():
     assert linear_layers(published_config("gpt-oss-20b")) == ("q_proj", "k_proj", "v_proj", "o_proj")
