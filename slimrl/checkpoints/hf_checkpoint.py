@@ -12,7 +12,7 @@ from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.stacked_experts import StackedFolder
 from slimrl.checkpoints.wrapped_folder import WrappedFolder
 from slimrl.config.hf_config import stacks_experts
-from slimrl.config.wrapper import wrapper_of
+from slimrl.config.wrapper import WRAPPED_IN, Wrapper, wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import dtype_name, is_mxfp4, read_hf_config
@@ -94,7 +94,8 @@ def open_stored(path: Path) -> StoredFolder:
 
     Raises:
         ValueError: the folder or its config.json is broken; the head of a tied model is not its embedding;
-            config.json has a quantization_config and the weights are plain; or a wrapped model is in block FP8.
+            config.json has a quantization_config and the weights are plain; or a wrapped model is in block FP8 in a way
+            that engines would not read.
     """
     config = read_hf_config(path)
     folder = _open_folder(path, config)
@@ -141,9 +142,29 @@ def _open_folder(path: Path, hf_config: dict[str, Any]) -> StoredFolder:
     wrapper = wrapper_of(hf_config)
     if wrapper is None:
         return SafetensorsFolder(path)
+    folder = WrappedFolder(SafetensorsFolder(path), hf_config)
     if (hf_config.get("quantization_config") or {}).get("quant_method") == "fp8":
-        raise ValueError(f"{path}: a {wrapper.model_type} in block FP8 is not supported; take the plain checkpoint")
-    return WrappedFolder(SafetensorsFolder(path), hf_config)
+        _refuse_unserved_fp8(folder, wrapper, hf_config)
+    return folder
+
+
+def _refuse_unserved_fp8(folder: WrappedFolder, wrapper: Wrapper, hf_config: dict[str, Any]) -> None:
+    """Raises ValueError for block FP8 that SGLang would not find, and for tensors that an export could not carry."""
+    if not wrapper.block_fp8:
+        raise ValueError(
+            f"{folder.path}: a {wrapper.model_type} in block FP8 is not supported: SGLang looks for the modules of "
+            "quantization_config under other names. Take the plain checkpoint"
+        )
+    if not hf_config[WRAPPED_IN].get("quantization_config"):
+        raise ValueError(
+            f"{folder.path}: config.json has its quantization_config in text_config, where SGLang does not find it. "
+            "Move it out of text_config"
+        )
+    if quantized := [name for name, spec in folder.layout.carried.items() if spec.dtype == FP8_DTYPE]:
+        raise ValueError(
+            f"{folder.path}: {quantized[0]} is float8; exports are plain and repeat the tensors of other modalities as "
+            "they are, so these must be plain"
+        )
 
 
 def _equal(folder: StoredFolder, name: str, other: str) -> bool:

@@ -5,6 +5,7 @@ folders of other models they change nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +54,15 @@ def add_carried(reader: CheckpointReader, folder: CheckpointReader) -> None:
     if isinstance(folder, WrappedFolder):
         folder.layout.places |= {name: Place(stored=name) for name in folder.layout.carried}
         reader.specs |= folder.layout.carried
+
+
+def with_experts_apart(folder: CheckpointReader) -> CheckpointReader:
+    """The folder as the form of a checkpoint that has one tensor for each matrix of an expert; not to read from."""
+    if not isinstance(folder, WrappedFolder):
+        return folder
+    form = copy(folder)
+    form.layout = folder.layout.with_experts_apart()
+    return form
 
 
 def whole_specs(folder: CheckpointReader | None, specs: Sequence[TensorSpec]) -> list[TensorSpec]:

@@ -58,6 +58,18 @@ class Wrapper:
     """Prefix of the text model's parameters in SGLang's class"""
     engine_carried: tuple[str, ...]
     """Prefixes of the parameters there that belong to other modalities"""
+    block_fp8: bool = True
+    """Whether SGLang finds the modules that `modules_to_not_convert` names as they are in the checkpoint"""
+
+    def text_name(self, stored: str) -> str:
+        """The family's name for that of a tensor or module of the checkpoint; other names stay as they are."""
+        before, instead = self.prefix
+        return instead + stored.removeprefix(before) if stored.startswith(before) else stored
+
+    def stored_name(self, text: str) -> str:
+        """The name in the checkpoint for one of the family; layers for multi-token prediction keep theirs."""
+        before, instead = self.prefix
+        return before + text.removeprefix(instead) if text.startswith(instead) else text
 
 
 WRAPPERS = (
@@ -105,6 +117,7 @@ WRAPPERS = (
         engine_class="KimiK25ForConditionalGeneration",
         engine_prefix="language_model.",
         engine_carried=("vision_tower.", "mm_projector."),
+        block_fp8=False,
     ),
 )
 
@@ -155,7 +168,9 @@ def stored_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     for name in {**before, **hf_config}:
         if name == WRAPPED_IN or before.get(name) == hf_config.get(name):
             continue
-        holders = [holder for holder in (text, outer) if holder.get(name) is not None] or [text]
+        # SGLang looks for the quantisation in the config around.
+        new = outer if name == "quantization_config" else text
+        holders = [holder for holder in (text, outer) if holder.get(name) is not None] or [new]
         for holder in holders:
             if name in hf_config:
                 holder[name] = hf_config[name]

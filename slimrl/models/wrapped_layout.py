@@ -2,7 +2,8 @@
 
 A checkpoint may hold all experts of a layer in two tensors; the text model's family has three matrices per expert.
 The stacked ones are [experts, in, out] in released Qwen3-VL-MoE, [experts, out, in] where transformers 5 saved them.
-The layout is that of one checkpoint, so what is written has the form of its source. Torch-free but for tensors.
+In block FP8 scales are stacked as their matrices are. The layout is that of one checkpoint, so what is written has the
+form of its source. Torch-free but for tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -17,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from slimrl.config.hf_config import expert_columns
 from slimrl.config.wrapper import Stacking, wrapper_of
 from slimrl.data.model_weights import Region, TensorSpec
+from slimrl.models.hf_config import FP8_BLOCK, SCALE_SUFFIX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+_STACKED = re.compile(rf"(.+\.experts)\.(gate_up_proj|down_proj)({SCALE_SUFFIX})?")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacked tensor -> the matrices in it, one behind the other along their outputs."""
 
@@ -60,7 +63,7 @@ class WrappedLayout:
     def __init__(self, hf_config: Mapping[str, Any], stored: Mapping[str, TensorSpec]) -> None:
         wrapper = wrapper_of(hf_config)
         assert wrapper is not None, "the config is of no wrapped model"
-        self._prefix = wrapper.prefix
+        self._wrapper = wrapper
         self.carried = {name: spec for name, spec in stored.items() if name.startswith(wrapper.carried)}
         """Tensors of other modalities, by their names in the checkpoint."""
         self.places: dict[str, Place] = {}
@@ -72,8 +75,7 @@ class WrappedLayout:
         for name, spec in stored.items():
             if name in self.carried:
                 continue
-            before, instead = wrapper.prefix
-            text_name = instead + name.removeprefix(before) if name.startswith(before) else name
+            text_name = wrapper.text_name(name)
             match = _STACKED.fullmatch(text_name)
             if match is None or not wrapper.stacked:
                 self._add(replace(spec, name=text_name), Place(stored=name))
@@ -82,8 +84,10 @@ class WrappedLayout:
             stacked.append((match, spec))
         self.stacking = _stacking(hf_config, stacked) if stacked else None
         """How experts are stacked; None if they are not."""
+        transposed = self.stacking is Stacking.inputs_first
+        _check_scales(hf_config, stacked, transposed=transposed)
         for match, spec in stacked:
-            for matrix, place in _matrices(match, spec, transposed=self.stacking is Stacking.inputs_first):
+            for matrix, place in _matrices(match, spec, transposed=transposed):
                 self._add(matrix, place)
 
     def _add(self, spec: TensorSpec, place: Place) -> None:
@@ -93,9 +97,13 @@ class WrappedLayout:
 
     def place(self, name: str) -> Place:
         """Place of a tensor of the text model, also of one that the checkpoint stores in another form or not at all."""
-        stored, instead = self._prefix
-        whole = stored + name.removeprefix(instead) if name.startswith(instead) else name
-        return self.places.get(name, Place(stored=whole))
+        return self.places.get(name, Place(stored=self._wrapper.stored_name(name)))
+
+    def with_experts_apart(self) -> WrappedLayout:
+        """The layout of the same checkpoint with one tensor for each matrix of an expert, to write one."""
+        apart = copy(self)
+        apart.places, apart._shapes, apart.stacking = {}, {}, None
+        return apart
 
     def stored_specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         """What a checkpoint with these tensors of the text model stores of it, in the order in which they are whole."""
@@ -154,7 +162,7 @@ def _stacking(hf_config: Mapping[str, Any], stacked: Sequence[tuple[re.Match[str
     """
     hidden, wide = hf_config.get("hidden_size"), expert_columns(dict(hf_config))
     due = {"gate_up_proj": (2 * wide, hidden), "down_proj": (hidden, wide)}
-    shapes = {(match[2], spec.shape[1:]) for match, spec in stacked}
+    shapes = {(match[2], spec.shape[1:]) for match, spec in stacked if not match[3]}
     if all(shape == due[kind] for kind, shape in shapes):
         return Stacking.outputs_first
     if all(shape == due[kind][::-1] for kind, shape in shapes):
@@ -163,15 +171,34 @@ def _stacking(hf_config: Mapping[str, Any], stacked: Sequence[tuple[re.Match[str
     raise ValueError(f"stacked experts do not fit config.json, hidden_size {hidden}, {wide} per expert: {found}")
 
 
+def _check_scales(
+    hf_config: Mapping[str, Any], stacked: Sequence[tuple[re.Match[str], TensorSpec]], *, transposed: bool
+) -> None:
+    """Raises ValueError: stacked scales have another shape, or a tile has rows of a gate and of an up matrix."""
+    tile: Sequence[int] = (hf_config.get("quantization_config") or {}).get("weight_block_size") or FP8_BLOCK
+    matrices = {spec.name: spec.shape for match, spec in stacked if not match[3]}
+    for match, spec in stacked:
+        shape = matrices.get(spec.name.removesuffix(SCALE_SUFFIX), ())
+        if not match[3] or not shape:
+            continue
+        experts, *sizes = shape
+        tiles = [-(-size // step) for size, step in zip(sizes, tile[::-1] if transposed else tile, strict=True)]
+        if spec.shape != (experts, *tiles):
+            raise ValueError(f"{spec.name}: scales {list(spec.shape)}, tiles of {list(tile)} need {[experts, *tiles]}")
+        height = sizes[1 if transposed else 0] // len(_MATRICES[match[2]])
+        if len(_MATRICES[match[2]]) > 1 and height % tile[0]:
+            raise ValueError(f"{spec.name}: the {height} rows of an expert's gate are no whole tiles of {tile[0]}")
+
+
 def _matrices(match: re.Match[str], spec: TensorSpec, *, transposed: bool) -> Iterator[tuple[TensorSpec, Place]]:
-    """The experts' matrices in a stacked tensor, expert by expert."""
-    path, kind = match.groups()
+    """The experts' matrices, or their scales, in a stacked tensor, expert by expert."""
+    path, kind, suffix = match.groups(default="")
     names = _MATRICES[kind]
     experts, outputs, inputs = spec.shape[0], *(spec.shape[:0:-1] if transposed else spec.shape[1:])
     height = outputs // len(names)
     for expert in range(experts):
         for index, name in enumerate(names):
-            matrix = replace(spec, name=f"{path}.{expert}.{name}.weight", shape=(height, inputs))
+            matrix = replace(spec, name=f"{path}.{expert}.{name}.weight{suffix}", shape=(height, inputs))
             yield matrix, Place(stored=spec.name, expert=expert, first=index * height, transposed=transposed)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimrl.config.wrapper import wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.hf_config import FP8_BLOCK, MXFP4_REFUSED, is_mxfp4
 from slimrl.models.hf_config import SCALE_SUFFIX as SCALE_SUFFIX
@@ -53,7 +54,8 @@ class BlockFp8:
 
     block: TileShape = FP8_BLOCK
     not_converted: tuple[str, ...] = ()
-    """Modules that keep their precision: full names, or parts of names that end where a dot or the name does."""
+    """Modules that keep their precision: full names, or parts of names that end where a dot or the name does. Of a
+    wrapped model by the names of its text model's family."""
 
     @classmethod
     def of_config(cls, hf_config: dict[str, Any]) -> "BlockFp8 | None":
@@ -82,6 +84,8 @@ class BlockFp8:
         if problems:
             raise ValueError(f"config.json: quantization_config: {'; '.join(problems)}")
         names = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or ()
+        if wrapper := wrapper_of(hf_config):
+            names = map(wrapper.text_name, names)
         return cls(block=(block[0], block[1]), not_converted=tuple(names))
 
     def as_config(self) -> dict[str, Any]:

@@ -116,7 +116,6 @@ def toy_layout(hf_config: dict[str, Any], specs: list[TensorSpec]) -> WrappedLay
     """
     wrapper = wrapper_of(hf_config)
     assert wrapper is not None, "the config is of no wrapped model"
-    before, instead = wrapper.prefix
     hidden, wide = int(hf_config["hidden_size"]), expert_columns(hf_config)
     inputs_first = wrapper.stacked is Stacking.inputs_first and hidden not in (wide, 2 * wide)
     experts = max((int(match[2]) + 1 for spec in specs if (match := _EXPERT.fullmatch(spec.name))), default=0)
@@ -129,7 +128,7 @@ def toy_layout(hf_config: dict[str, Any], specs: list[TensorSpec]) -> WrappedLay
             name = f"{match[1]}.{'down_proj' if down else 'gate_up_proj'}"
             shape = (shape[0] if down else 2 * shape[0], shape[1])
             shape = (experts, *(shape[::-1] if inputs_first else shape))
-        name = before + name.removeprefix(instead) if name.startswith(instead) else name
+        name = wrapper.stored_name(name)
         stored[name] = TensorSpec(name=name, shape=shape, dtype=spec.dtype)
     shapes = _kimi_tower(hf_config) if wrapper.model_type == "kimi_k25" else _qwen_tower(hf_config)
     vision = {name: TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in shapes}

@@ -14,8 +14,8 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl import device
 from slimrl.checkpoints.checkpoint_reader import read_whole
-from slimrl.checkpoints.hf_checkpoint import is_block_fp8, open_hf_checkpoint
-from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+from slimrl.checkpoints.hf_check import check_checkpoint
+from slimrl.checkpoints.hf_checkpoint import is_block_fp8, open_hf_checkpoint, open_stored
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
@@ -53,14 +53,21 @@ class SpoilingTransport(IpcTransport):
         super().send(parts, buffer)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_moe",
+        "qwen3_vl_moe",
+        pytest.param("qwen3_5_moe_wrapped", marks=pytest.mark.full),
+    ],
+)
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(a checkpoint in block FP8, other plain weights of the model)"""
     folder = tmp_path_factory.mktemp("models")
-    size = ToySize(layers=2, hidden=64, moe_intermediate=40)
+    size = ToySize(layers=4 if request.param == "qwen3_5_moe_wrapped" else 2, hidden=64, moe_intermediate=40)
     for seed, name in enumerate(("first", "second")):
-        write_toy("qwen3_moe", folder / name, size, seed=seed)
-    with SafetensorsFolder(folder / "first") as plain:
+        write_toy(request.param, folder / name, size, seed=seed)
+    with open_stored(folder / "first") as plain:
         write_checkpoint(quantization(plain, BLOCK, []), folder / "fp8", resume=False)
     return folder / "fp8", folder / "second"
 
@@ -128,11 +135,13 @@ def test_one_corrupted_element_is_named_by_full_at_once_and_by_sampled_within_it
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint(tmp_path):
-    workspace = make_workspace(tmp_path)
-    with SafetensorsFolder(tmp_path / "model") as plain:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe_wrapped"])
+def test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint(tmp_path, family):
+    workspace = make_workspace(tmp_path, family)
+    with open_stored(tmp_path / "model") as plain:
         write_checkpoint(quantization(plain, (16, 16), []), tmp_path / "fp8", resume=False)
     settings = [f"model.path={tmp_path / 'fp8'}", "steps=2", "resync.verify=full", "algorithm.max_logprob_mismatch=0.5"]
+    settings.append("agent.parser=qwen25")
     succeed("train", str(RECIPES / "gspo_calculator.yaml"), *workspace.overrides(*settings), timeout_s=400)
     folder = workspace.run_folder("gspo")
     lines = read_metrics(folder.metrics)
@@ -142,5 +151,13 @@ def test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint(tmp_pa
     assert lines[1]["mismatch/logprob_abs_mean"] < 1e-5
     assert 1e-3 < lines[2]["mismatch/logprob_abs_mean"] < 0.5
     assert "quantization_config" not in read_hf_config(folder.export)
-    dtypes = {value.dtype for file in folder.export.glob("*.safetensors") for value in load_file(file).values()}
-    assert dtypes == {torch.float32}
+    check_checkpoint(folder.export)
+    exported, given = (
+        {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+        for path in (folder.export, tmp_path / "fp8")
+    )
+    assert {value.dtype for value in exported.values()} == {torch.float32}
+    assert exported.keys() == {name for name in given if not name.endswith("_scale_inv")}
+    vision = [name for name in given if ".visual." in name]
+    assert bool(vision) == (family != "qwen3_moe")
+    assert all(exported[name].equal(given[name]) for name in vision)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from slimrl_tools.derive.quantize import quantization
+from slimrl_tools.derive.rewrite import write_checkpoint
 from slimrl_tools.toy.toy import write_toy
 from toy_tools import SMALL
 
@@ -19,8 +21,9 @@ from slimrl.config.load import read_recipe
 from slimrl.config.wrapper import WRAPPED_IN, stored_config, text_config, wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.engine_slice import EngineShape
-from slimrl.models.hf_config import plain_config, published_config
+from slimrl.models.hf_config import BLOCK_FP8, plain_config, published_config
 from slimrl.models.wrapped_layout import WrappedLayout
+from slimrl.quantization.fp8 import BlockFp8
 from slimrl.toys.wrapped_toys import WRAPPED_TOYS
 
 TEXT = {"model_type": "qwen3_vl_moe_text", "hidden_size": 4, "moe_intermediate_size": 3, "dtype": "bfloat16"}
@@ -140,12 +143,75 @@ def test_stacked_experts_of_other_sizes_are_refused():
         WrappedLayout(text_config(outer()), {name: TensorSpec(name=name, shape=(2, 6, 5), dtype="float32")})
 
 
-def test_block_fp8_of_a_wrapped_model_is_refused(tmp_path: Path):
-    write_toy("qwen3_vl", tmp_path / "toy", SMALL, seed=0)
-    config = read_hf_config(tmp_path / "toy") | {"quantization_config": {"quant_method": "fp8"}}
-    write_hf_config(tmp_path / "toy", config)
-    with pytest.raises(ValueError, match="a qwen3_vl in block FP8 is not supported; take the plain checkpoint"):
+@pytest.fixture
+def in_fp8(tmp_path: Path) -> Path:
+    """A wrapped model in block FP8 as `slimrl-tools quantize` writes it."""
+    write_toy("qwen3_vl_moe", tmp_path / "toy", SMALL, seed=0)
+    with open_stored(tmp_path / "toy") as folder:
+        write_checkpoint(quantization(folder, (16, 16), ["self_attn"]), tmp_path / "fp8")
+    return tmp_path / "fp8"
+
+
+def test_a_wrapped_model_in_block_fp8_has_the_names_and_the_config_of_released_ones(in_fp8: Path):
+    tensors = {name: tensor for file in in_fp8.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    layer = "model.language_model.layers.0."
+    quantised = {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert f"{layer}mlp.experts.0.up_proj.weight" in quantised
+    assert tensors.keys() >= {f"{name}_scale_inv" for name in quantised}
+    assert not any("visual" in name or "self_attn" in name for name in quantised)
+    config = json.loads((in_fp8 / "config.json").read_text())
+    assert "quantization_config" not in config["text_config"]
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    assert {f"{layer}self_attn.q_proj", f"{layer}mlp.gate", "model.visual.blocks.0.attn.qkv", "lm_head"} <= {*kept}
+    # What is read of it is what the family's names say.
+    fp8 = BlockFp8.of_config(read_hf_config(in_fp8))
+    assert not fp8.converts("model.layers.0.self_attn.q_proj.weight")
+    assert fp8.converts("model.layers.0.mlp.experts.0.up_proj.weight")
+    check_checkpoint(in_fp8)
+
+
+def test_block_fp8_that_sglang_or_an_export_would_misread_is_refused(in_fp8: Path):
+    config = json.loads((in_fp8 / "config.json").read_text())
+    within = {**config, "text_config": {**config["text_config"], "quantization_config": config["quantization_config"]}}
+    del within["quantization_config"]
+    (in_fp8 / "config.json").write_text(json.dumps(within))
+    with pytest.raises(ValueError, match=r"quantization_config in text_config, where SGLang does not find it"):
+        open_stored(in_fp8)
+    (in_fp8 / "config.json").write_text(json.dumps(config))
+    name = "model.visual.blocks.0.attn.qkv.weight"
+    for file in in_fp8.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name} is float8; exports are plain"):
+        open_stored(in_fp8)
+
+
+def test_block_fp8_of_a_kimi_k25_is_refused(tmp_path: Path):
+    write_toy("kimi_k25", tmp_path / "toy", SMALL, seed=0)
+    with open_stored(tmp_path / "toy") as folder, pytest.raises(ValueError, match="a kimi_k25 in block FP8 is not"):
+        quantization(folder, (16, 16), [])
+    config = json.loads((tmp_path / "toy" / "config.json").read_text())
+    (tmp_path / "toy" / "config.json").write_text(json.dumps({**config, "quantization_config": BLOCK_FP8}))
+    with pytest.raises(ValueError, match=r"a kimi_k25 in block FP8 is not supported: SGLang looks for the modules"):
         open_stored(tmp_path / "toy")
+
+
+def test_stacked_scales_that_do_not_fit_their_matrices_are_refused():
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    config = {**text_config(outer()), "quantization_config": {**BLOCK_FP8, "weight_block_size": [2, 2]}}
+
+    def layout(*scales: int) -> WrappedLayout:
+        specs = [
+            TensorSpec(name=name, shape=(2, 6, 4), dtype="float8_e4m3fn"),
+            TensorSpec(name=f"{name}_scale_inv", shape=scales, dtype="float32"),
+        ]
+        return WrappedLayout(config, {spec.name: spec for spec in specs})
+
+    with pytest.raises(ValueError, match=r"scales \[2, 3, 3\], tiles of \[2, 2\] need \[2, 3, 2\]"):
+        layout(2, 3, 3)
+    with pytest.raises(ValueError, match=r"the 3 rows of an expert's gate are no whole tiles of 2"):
+        layout(2, 3, 2)
 
 
 def test_adapters_of_a_wrapped_model_are_refused():

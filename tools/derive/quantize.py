@@ -14,10 +14,11 @@ from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.checkpoints.hf_check import check_tensors
-from slimrl.checkpoints.hf_checkpoint import StoredFolder, dequantizing
+from slimrl.checkpoints.hf_checkpoint import StoredFolder, dequantizing, open_stored
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.stacked_experts import StackedFolder, read_each, restacked
+from slimrl.checkpoints.wrapped_folder import WrappedFolder, with_experts_apart
 from slimrl.config.wrapper import wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.family import family_of
@@ -39,7 +40,7 @@ CHECKED_TILE_ROWS = 8
 
 
 def quantization(src: StoredFolder, block: TileShape, not_convert: Sequence[str]) -> Rewrite:
-    """A plain checkpoint in block FP8.
+    """A plain checkpoint in block FP8; of a wrapped model with its experts apart, as released ones in FP8 may be.
 
     Args:
         src: open until the checkpoint is written.
@@ -51,7 +52,7 @@ def quantization(src: StoredFolder, block: TileShape, not_convert: Sequence[str]
     config = read_hf_config(src.path)
     if config.get("quantization_config"):
         raise ValueError(f"{src.path}: is quantised already, its config.json has a quantization_config")
-    if wrapper := wrapper_of(config):
+    if (wrapper := wrapper_of(config)) and not wrapper.block_fp8:
         raise ValueError(f"{src.path}: a {wrapper.model_type} in block FP8 is not supported")
     fp8 = BlockFp8(block=block, not_converted=tuple(not_convert))
     try:
@@ -64,10 +65,14 @@ def quantization(src: StoredFolder, block: TileShape, not_convert: Sequence[str]
     check_tensors(src, family, config)
     quantized &= src.specs.keys()
     specs = list(src.specs.values())
-    written = BlockFp8(block=block, not_converted=kept_modules(specs, quantized))
+    form = with_experts_apart(src)
+    stored = [replace(spec, name=wrapper.stored_name(spec.name)) for spec in specs] if wrapper else specs
+    by_stored = {spec.name for spec, text in zip(stored, specs, strict=True) if text.name in quantized}
+    carried = src.layout.carried.values() if isinstance(src, WrappedFolder) else ()
+    written = BlockFp8(block=block, not_converted=kept_modules([*stored, *carried], by_stored))
 
     def compare(out: Path, advance: Advance) -> None:
-        with SafetensorsFolder(out) as result:
+        with open_stored(out) as result:
             check_quantized(src, result, block, advance)
 
     return Rewrite(
@@ -76,6 +81,7 @@ def quantization(src: StoredFolder, block: TileShape, not_convert: Sequence[str]
         specs=quantized_specs(specs, quantized, fp8),
         produce=lambda group: _quantized(src, group, block),
         config={**config, "quantization_config": written.as_config()},
+        form=form,
         options={"format": "fp8-block", "block": block, "not_convert": sorted(not_convert)},
         compare=compare,
     )
@@ -124,7 +130,7 @@ def _dequantization_of_mxfp4(src: SafetensorsFolder, hf_config: dict[str, Any], 
     )
 
 
-def check_quantized(src: CheckpointReader, result: SafetensorsFolder, block: TileShape, advance: Advance) -> None:
+def check_quantized(src: CheckpointReader, result: StoredFolder, block: TileShape, advance: Advance) -> None:
     """Compare a checkpoint in block FP8 with its source: names, shapes, and values within the rounding error.
 
     A scale is its tile's largest magnitude / 448, bit for bit. An element is off by at most 1/16 of itself where it is
@@ -173,7 +179,7 @@ def _check_same(path: Path, name: str, expected: Tensor, found: Tensor) -> None:
         raise CheckFailed(f"{path}: {name}: differs from the source")
 
 
-def _check_rounding(src: CheckpointReader, result: SafetensorsFolder, name: str, block: TileShape) -> None:
+def _check_rounding(src: CheckpointReader, result: StoredFolder, name: str, block: TileShape) -> None:
     rows, columns = src.specs[name].shape
     height = CHECKED_TILE_ROWS * block[0]
     for start in range(0, rows, height):

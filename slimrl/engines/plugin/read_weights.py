@@ -3,7 +3,7 @@
 - In block FP8 or packed INT4, on a device that does not compute with it: plain weights, in the precision of the engine.
   SGLang is told that the model is not quantised.
 - Of a wrapped model whose stacked experts have another order than the released ones: the text model's weights, one
-  matrix for each expert.
+  matrix for each expert, with its scales in block FP8.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +22,11 @@ def around_weights_iterator(original: Callable[..., Any], loader: Any, source: A
     path = Path(source.model_or_path)
     dequantize = not device.computes_block_fp8() and is_block_fp8(path)
     dequantize = dequantize or (device.device_type() != "cuda" and is_packed_int4(path))
-    if not dequantize and not _is_stacked_otherwise(path):
-        return original(loader, source, **kwargs)
-    return _read(path, str(source.model_config.dtype).removeprefix("torch."), source.prefix)
+    if dequantize:
+        return _read(path, str(source.model_config.dtype).removeprefix("torch."), source.prefix)
+    if _is_stacked_otherwise(path):
+        return _read(path, None, source.prefix)
+    return original(loader, source, **kwargs)
 
 
 def _is_stacked_otherwise(path: Path) -> bool:
@@ -40,10 +42,11 @@ def _is_stacked_otherwise(path: Path) -> bool:
         return isinstance(folder, WrappedFolder) and folder.layout.stacking not in (None, wrapper.stacked)
 
 
-def _read(path: Path, dtype: str, prefix: str) -> "Iterator[tuple[str, Tensor]]":
+def _read(path: Path, dtype: str | None, prefix: str) -> "Iterator[tuple[str, Tensor]]":
+    """`dtype`: of dequantised matrices; None for the tensors as they are stored."""
     from slimrl.checkpoints.checkpoint_reader import read_whole
-    from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
+    from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 
-    with open_hf_checkpoint(path, dtype) as folder:
+    with open_hf_checkpoint(path, dtype) if dtype else open_stored(path) as folder:
         for name in folder.specs:
             yield prefix + name, read_whole(folder, name)
