@@ -4,16 +4,19 @@ An engine without a GPU loads a draft model, though it cannot draft.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from cpu_drafts import plugin_folder
 from engine_probes import KEY
 from ranks import run_ranks
-from safetensors.torch import load_file
 from slimrl_tools.toy.toy import ToySize, write_toy
 from weight_cases import trainer_config
 
 from slimrl import device
+from slimrl.checkpoints.checkpoint_reader import read_whole
+from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
@@ -72,6 +75,12 @@ def send_over_each_transport(rank, world_size, port, url, num_ranks, models, dra
     return outcomes
 
 
+def text_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, of a wrapped model those of its text model."""
+    with open_hf_checkpoint(path) as folder:
+        return {name: read_whole(folder, name) for name in folder.specs}
+
+
 def held_by_drafts(name: str, layers: int) -> bool:
     copies = ("embed_tokens.weight", "shared_head.head.weight")
     return name.startswith((f"model.layers.{layers}.", "mtp.")) and not name.endswith(copies)
@@ -83,21 +92,21 @@ def held_by_drafts(name: str, layers: int) -> bool:
         ("deepseek_v3", 2, 1),
         ("glm4_moe", 2, 2),
         pytest.param("glm4_moe_lite", 2, 2, marks=pytest.mark.full),
+        pytest.param("deepseek_v32", 2, 2, marks=pytest.mark.full),
         pytest.param("glm_moe_dsa", 2, 2, marks=pytest.mark.full),
         pytest.param("hy_v3", 2, 2, marks=pytest.mark.full),
         ("qwen3_next", 4, 1),
         pytest.param("qwen3_5", 4, 2, marks=pytest.mark.full),
         pytest.param("qwen3_5_moe", 4, 1, marks=pytest.mark.full),
+        pytest.param("qwen3_5_wrapped", 4, 1, marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe_wrapped", 4, 2, marks=pytest.mark.full),
     ],
 )
 def test_every_transport_brings_the_trained_layers_to_the_draft_model(tmp_path, family, layers, num_ranks):
     models = [tmp_path / "first", tmp_path / "second"]
     for seed, path in enumerate(models):
         write_toy(family, path, ToySize(layers=layers, mtp_layers=1), seed)
-    checkpoints = [
-        {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for path in models
-    ]
+    checkpoints = [text_tensors(path) for path in models]
     drafted = [name for name in checkpoints[0] if held_by_drafts(name, layers)]
     expected = [
         {name: fingerprint(tensors[name] if name.endswith("_bias") else tensors[name].bfloat16()) for name in drafted}
