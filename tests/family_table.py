@@ -44,8 +44,8 @@ class Column:
 
 def cases(module: str, function: str) -> list[str]:
     """The first value of each case of a parametrised test: a family, or the name of a small model."""
-    mark = getattr(importlib.import_module(module), function).pytestmark[0]
-    assert mark.name == "parametrize", (module, function)
+    marks = getattr(importlib.import_module(module), function).pytestmark
+    mark = next(mark for mark in marks if mark.name == "parametrize")
     values = [getattr(case, "values", case) for case in mark.args[1]]
     return [value if isinstance(value, str) else value[0] for value in values]
 
@@ -94,6 +94,9 @@ ENGINE = parametrised(
     "engine", "test_engine_ranks", "test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights"
 )
 RESYNC = parametrised("resync", "test_resync", "test_an_engine_computes_with_what_the_trainer_sent")
+DRAFTS = parametrised(
+    "drafts", "test_resync_drafts", "test_every_transport_brings_the_trained_layers_to_the_draft_model"
+)
 RUN = parametrised("run", "test_run_families", "test_a_run_trains_what_its_engines_serve")
 COLUMNS = (
     Column(
@@ -117,11 +120,11 @@ COLUMNS = (
         title="MTP",
         tests=(
             "test_mtp: test_mtp_layers_have_the_loss_and_the_gradient_of_transformers_layers",
-            "test_mtp: test_the_gated_mtp_layer_has_the_loss_and_the_gradient_of_transformers_parts",
+            "test_mtp: test_mtp_layers_have_the_loss_and_the_gradient_of_transformers_parts",
         ),
-        rows=lambda: [_row(name) for name in (*test_mtp.FAMILIES, *test_mtp.GATED)],
+        rows=lambda: [_row(name) for name in (*test_mtp.FAMILIES, *test_mtp.GATED, *test_mtp.INDEXED)],
     ),
-    parametrised("drafts", "test_resync_drafts", "test_every_transport_brings_the_trained_layers_to_the_draft_model"),
+    DRAFTS,
     Column(
         title="FP8 as published",
         tests=("test_published_models: test_published_tensors_are_those_of_the_weight_map_in_name_shape_and_dtype",),
@@ -164,6 +167,10 @@ WRAPPED_COLUMNS = (
     ENGINE,
     RESYNC,
     RUN,
+    DRAFTS,
+    parametrised(
+        "run in block FP8", "test_resync_fp8", "test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint"
+    ),
 )
 
 

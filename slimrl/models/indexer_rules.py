@@ -7,6 +7,7 @@ from slimrl.config.pipeline_stages import first_layers
 from slimrl.config.problems import Violation
 from slimrl.config.schema.recipe import Recipe
 from slimrl.models.families.deepseek_v32 import indexed_layers
+from slimrl.models.families.mtp import num_mtp_layers
 from slimrl.models.megatron_config import MegatronModelConfig
 
 
@@ -21,6 +22,7 @@ def indexer_violations(
         return
     yield from _stages(hf_config, recipe)
     yield from _recomputed(architecture, recipe)
+    yield from _without_indexer(hf_config, recipe)
     exchange = megatron.get("cp_comm_type")
     kinds = exchange if isinstance(exchange, list) else [exchange or "allgather"]
     if recipe.trainer.parallel.context > 1 and any(str(kind).replace("_", "") != "allgather" for kind in kinds):
@@ -56,4 +58,17 @@ def _recomputed(architecture: MegatronModelConfig, recipe: Recipe) -> Iterator[V
             "true: layers without an indexer would recompute attention with the choice of the layer for multi-token "
             "prediction. Use false, recompute no attention (trainer.megatron.recompute_granularity), or "
             "trainer.parallel.pipeline above 1.",
+        )
+
+
+def _without_indexer(hf_config: dict[str, Any], recipe: Recipe) -> Iterator[Violation]:
+    """Layers for multi-token prediction that Megatron, which numbers them from the first on, builds without the indexer
+    that each has."""
+    count = num_mtp_layers(hf_config) if recipe.trainer.mtp.train else 0
+    if wrong := sorted(set(range(count)) - set(indexed_layers(hf_config))):
+        yield (
+            "trainer.mtp.train",
+            f"true: of the {count} layers for multi-token prediction megatron-core would build number "
+            f"{' and '.join(str(layer + 1) for layer in wrong)} without an indexer, as the model's own layer of that "
+            "number. Use false.",
         )

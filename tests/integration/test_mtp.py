@@ -45,8 +45,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LAYERS = 2
 FAMILIES = ["deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "hy_v3"]
-"""That of GLM-5 is not among them: transformers' own MtpModel cannot compute its layers, which return a tuple."""
 GATED = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+INDEXED = ["glm_moe_dsa", "glm_moe_dsa_shared"]
+"""transformers' own MtpModel cannot compute the layers of GLM-5, which return a tuple."""
 QUICK = {name: MOE_LAYOUTS_OF_2[name] for name in ("tp2_sp_etp2", "pp2", "ep2")}
 TEMPERATURE, WEIGHT = 0.7, 0.3
 
@@ -171,50 +172,85 @@ def test_mtp_layers_have_the_loss_and_the_gradient_of_transformers_layers(tmp_pa
                 assert (actual - wanted).norm() <= 1e-4 * wanted.norm(), (path.name, index, name)
 
 
-class GatedMtpLayer(nn.Module):
-    """The layer for multi-token prediction of Qwen3-Next and Qwen3.5, which transformers lacks, of its parts.
+class MtpLayerOfParts(nn.Module):
+    """A layer for multi-token prediction that transformers lacks or cannot compute, of its parts.
 
-    One more decoder layer of transformers' model is that of the checkpoint's `mtp`.
+    Args:
+        block: a decoder layer of transformers' model with the weights of the layer's own.
+        names: of the other weights in the checkpoint, `eh_proj`, `enorm`, `hnorm` and `post_norm`.
     """
 
-    def __init__(self, path: Path, folder: Path) -> None:
+    def __init__(self, block: nn.Module, hf_config: dict, tensors: dict[str, torch.Tensor], names: dict[str, str]):
         super().__init__()
-        config, tensors = read_hf_config(path), load_file(path / "model.safetensors")
-        last, kinds = config["num_hidden_layers"], [*config["layer_types"], "full_attention"]
-        longer = {**config, "num_hidden_layers": last + 1, "layer_types": kinds, mtp_key(config): 0}
-        moved = {name.replace("mtp.layers.0.", f"model.layers.{last}."): tensor for name, tensor in tensors.items()}
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(longer))
-        save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-        self.mtp_block = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.layers[last]
-        hidden = config["hidden_size"]
+        self.mtp_block, hidden = block, hf_config["hidden_size"]
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        norm = type(self.mtp_block.input_layernorm)
-        self.enorm, self.hnorm, self.post_norm = (norm(hidden, eps=config["rms_norm_eps"]) for _ in range(3))
-        names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+        norm = type(block.input_layernorm)
+        self.enorm, self.hnorm, self.post_norm = (norm(hidden, eps=hf_config["rms_norm_eps"]) for _ in range(3))
         for name, stored in names.items():
-            self.get_submodule(name).weight.data = tensors[f"mtp.{stored}.weight"]
+            self.get_submodule(name).weight.data = tensors[stored]
 
     def forward(self, embedded_1TH, hidden_1TH, rotary, mask, positions_1T, cache):
         joined = torch.cat([self.enorm(embedded_1TH), self.hnorm(hidden_1TH)], dim=-1)
-        return self.post_norm(self.mtp_block(self.eh_proj(joined), position_embeddings=rotary, attention_mask=mask))
+        computed = self.mtp_block(self.eh_proj(joined), position_embeddings=rotary, attention_mask=mask)
+        # GLM-5's decoder layer also returns which keys it chose.
+        return self.post_norm(computed[0] if isinstance(computed, tuple) else computed)
 
 
-def test_the_gated_mtp_layer_has_the_loss_and_the_gradient_of_transformers_parts(tmp_path):
-    paths = [add_mtp_layers(small_model(name, tmp_path / name), 1) for name in GATED]
-    (results,) = run_ranks(loss_and_gradients, 1, paths, sequences(), 1, timeout_s=90)
+def longer_model(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def gated_layers(path: Path, folder: Path) -> list[MtpLayerOfParts]:
+    """The one of Qwen3-Next and Qwen3.5, whose block is a decoder layer with attention under the name `mtp`."""
+    config, tensors = read_hf_config(path), load_file(path / "model.safetensors")
+    last, kinds = config["num_hidden_layers"], [*config["layer_types"], "full_attention"]
+    longer = {**config, "num_hidden_layers": last + 1, "layer_types": kinds, mtp_key(config): 0}
+    moved = {name.replace("mtp.layers.0.", f"model.layers.{last}."): tensor for name, tensor in tensors.items()}
+    names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+    stored = {name: f"mtp.{each}.weight" for name, each in names.items()}
+    block = longer_model(folder, longer, moved).model.layers[last]
+    return [MtpLayerOfParts(block, config, tensors, stored)]
+
+
+def indexed_layers(path: Path, folder: Path) -> list[MtpLayerOfParts]:
+    """Those of GLM-5, whose blocks are numbered after the decoder layers, each with an indexer and experts."""
+    config, tensors = read_hf_config(path), load_file(path / "model.safetensors")
+    last, count = config["num_hidden_layers"], config[mtp_key(config)]
+    longer = {**config, "num_hidden_layers": last + count, mtp_key(config): 0}
+    more = {"indexer_types": "full", "mlp_layer_types": "sparse", "layer_types": config["layer_types"][-1]}
+    longer |= {key: [*config[key], *[kind] * count] for key, kind in more.items() if config.get(key)}
+    model, layers = longer_model(folder, longer, tensors), []
+    for index in range(last, last + count):
+        names = {name: f"model.layers.{index}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")}
+        names["post_norm"] = f"model.layers.{index}.shared_head.norm.weight"
+        layers.append(MtpLayerOfParts(model.model.layers[index], config, tensors, names))
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("names", "count", "layers_of"),
+    [(GATED, 1, gated_layers), (INDEXED[:1], LAYERS, indexed_layers), (INDEXED[1:], 1, indexed_layers)],
+    ids=["gated", "indexed", "shared_indexers"],
+)
+def test_mtp_layers_have_the_loss_and_the_gradient_of_transformers_parts(tmp_path, names, count, layers_of):
+    paths = [add_mtp_layers(small_model(name, tmp_path / name), count) for name in names]
+    (results,) = run_ranks(loss_and_gradients, 1, paths, sequences(), count, timeout_s=90)
     for path, (loss, gradients) in zip(paths, results, strict=True):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        layer = GatedMtpLayer(path, tmp_path / f"{path.name}_longer")
-        expected = expected_loss(model, SimpleNamespace(layers=[layer]), sequences())
+        layers = layers_of(path, tmp_path / f"{path.name}_longer")
+        expected = expected_loss(model, SimpleNamespace(layers=layers), sequences())
         assert loss == pytest.approx(float(expected.detach()), abs=1e-5), path.name
         (WEIGHT * expected).backward()
-        held = dict(layer.named_parameters())
-        for name, megatron in MEGATRON_NAMES.items():
-            if name in held:
-                actual = torch.from_numpy(gradients[f"layers.0.{megatron}"])
-                assert (actual - held[name].grad).norm() <= 1e-4 * held[name].grad.norm(), (path.name, name)
-        assert (path.name == "qwen3_5") == ("mtp_block.mlp.gate.weight" not in held)
+        for index, layer in enumerate(layers):
+            held = dict(layer.named_parameters())
+            for name, megatron in MEGATRON_NAMES.items():
+                if name in held:
+                    actual = torch.from_numpy(gradients[f"layers.{index}.{megatron}"])
+                    assert (actual - held[name].grad).norm() <= 1e-4 * held[name].grad.norm(), (path.name, index, name)
+            assert (path.name == "qwen3_5") == ("mtp_block.mlp.gate.weight" not in held)
 
 
 def changed_export(rank, world_size, port, path, out):

@@ -138,6 +138,18 @@ def test_layers_do_not_recompute_attention_with_the_choice_of_the_layer_for_mult
         assert keys({**config, "indexer_types": kinds}, megatron=full) == []
 
 
+def test_layers_for_multi_token_prediction_that_megatron_would_build_without_an_indexer_are_refused():
+    def found(count, kinds, train=True):
+        config = {**CONFIG, "num_nextn_predict_layers": count, "indexer_types": kinds}
+        return violations(hf_config=config, mtp=MtpConfig(train=train))
+
+    shared = ["full", "shared", "full", "shared"]
+    ((key, message),) = found(2, shared)
+    assert key == "trainer.mtp.train"
+    assert "of the 2 layers for multi-token prediction megatron-core would build number 2 without an indexer" in message
+    assert found(1, shared) == found(2, ["full"] * 4) == found(2, shared, train=False) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "refused"), [("a2a", True), (["allgather", "p2p"], True), ("all_gather", False), (["allgather"], False)]
 )
