@@ -25,7 +25,7 @@ from slimrl.config.fp8_training import fp8_violations
 from slimrl.config.hf_config import num_experts, read_hf_config
 from slimrl.config.hub import why_no_model
 from slimrl.config.load import LoadedRecipe, is_needed, trains
-from slimrl.config.lora_rules import lora_model_violations, lora_violations
+from slimrl.config.lora_rules import lora_model_violations, lora_model_warnings, lora_violations
 from slimrl.config.model_rules import model_violations, model_warnings
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.reward_rules import reward_violations
@@ -95,7 +95,7 @@ def check_recipe(
             violations += teacher_model_violations(recipe, teacher_config, hf_config)
     if trains(command):
         violations += layout_violations(recipe, experts)
-        violations += [*megatron_violations(recipe), *fp8_violations(recipe), *lora_violations(recipe)]
+        violations += [*megatron_violations(recipe), *fp8_violations(recipe), *lora_violations(recipe, hf_config)]
         violations += routing_violations(recipe, None if hf_config is None else num_experts(hf_config), command)
     if command in ("train", "sft"):
         warnings += warmup_warnings(recipe, command)
@@ -125,7 +125,7 @@ def check_recipe(
         if command not in ("sft", "export"):
             violations += fp8_tile_violations(recipe, hf_config)
         if trains(command):
-            warnings += trainer_tile_warnings(recipe, hf_config)
+            warnings += [*trainer_tile_warnings(recipe, hf_config), *lora_model_warnings(recipe, hf_config)]
         warnings += model_warnings(recipe, hf_config, command)
     if recipe.has_critic and is_needed("critic", command):
         violations += of_critic(_trainer_rules(critic_recipe(recipe), hf_config, experts, command), known=violations)

@@ -25,12 +25,18 @@ LINEAR_LAYERS = (*GROUPED_QUERY, *LATENT_QUERY, *LATENT_KEYS, "o_proj", *MLP, *M
 """Linear layers of attention, MLPs and experts, by the last part of their name in transformers. Not: embeddings, output
 layer, routers, gates of shared experts, gated delta nets."""
 
+FUSED = {"gate_up_proj": "gate_proj and up_proj", "qkv_proj": "q_proj, k_proj and v_proj"}
+"""Layers that other libraries have -> the linear layers here that are in them."""
+
 NOT_WITH_ADAPTERS = {
     "moe_grouped_gemm": "computes the experts of a rank in one layer, which takes no adapters",
     "moe_shared_expert_overlap": "calls the linear layers of shared experts apart from their communication",
     "dsa_indexer_loss_coeff": "has no effect: indexers get no adapters, and stay as they are",
 }
 """Fields of `trainer.megatron` that are refused with adapters -> why."""
+
+
+STACKED_EXPERTS = "This model's experts are one tensor in each layer, in which PEFT knows no linear layers."
 
 
 def linear_layers(hf_config: dict[str, Any]) -> tuple[str, ...]:
@@ -57,8 +63,8 @@ def adapter_targets(lora: LoraConfig, hf_config: dict[str, Any]) -> tuple[str, .
     return tuple(name for name in linear_layers(hf_config) if name in lora.targets or ALL_LINEAR in lora.targets)
 
 
-def lora_violations(recipe: Recipe) -> Iterator[Violation]:
-    """Targets that no model has, and settings that do not go with adapters."""
+def lora_violations(recipe: Recipe, hf_config: dict[str, Any] | None = None) -> Iterator[Violation]:
+    """Targets that no model has, and settings that do not go with adapters; `hf_config` for the names of its layers."""
     lora, key = recipe.trainer.lora, "trainer.lora.targets"
     if not lora.rank:
         return
@@ -66,6 +72,10 @@ def lora_violations(recipe: Recipe) -> Iterator[Violation]:
     for name in lora.targets:
         if name not in known:
             meant = suggestion(name, known) or f" Known are {', '.join(known)}."
+            if name in FUSED:
+                meant = f" It is {FUSED[name]} in one: name these."
+            if name == "gate_up_proj" and hf_config is not None and stacks_experts(hf_config):
+                meant = f" {STACKED_EXPERTS} Use {', '.join(linear_layers(hf_config))}."
             yield key, f"{name!r} is no linear layer that gets adapters.{meant}"
     if not lora.targets:
         yield key, f"names no layer. Use [{ALL_LINEAR}], or trainer.lora.rank 0 to train the whole model."
@@ -78,6 +88,14 @@ def lora_violations(recipe: Recipe) -> Iterator[Violation]:
         yield "trainer.fp8", "is not tested with adapters. Use off, or trainer.lora.rank 0."
     if recipe.trainer.mtp.train:
         yield "trainer.mtp.train", "adapters are trained alone. Use false, or trainer.lora.rank 0."
+
+
+def lora_model_warnings(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Layers that one may think have adapters."""
+    lora = recipe.trainer.lora
+    if lora.rank and ALL_LINEAR in lora.targets and stacks_experts(hf_config):
+        layers = ", ".join(linear_layers(hf_config))
+        yield "trainer.lora.targets", f"{ALL_LINEAR} leaves out the experts. {STACKED_EXPERTS} Trained are {layers}."
 
 
 def lora_model_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:

@@ -60,6 +60,8 @@ class Wrapper:
     """Prefixes of the parameters there that belong to other modalities"""
     block_fp8: bool = True
     """Whether SGLang finds the modules that `modules_to_not_convert` names as they are in the checkpoint"""
+    engine_builds_tower: bool = False
+    """Whether SGLang builds the vision tower though it serves text alone"""
 
     def text_name(self, stored: str) -> str:
         """The family's name for that of a tensor or module of the checkpoint; other names stay as they are."""
@@ -118,6 +120,7 @@ WRAPPERS = (
         engine_prefix="language_model.",
         engine_carried=("vision_tower.", "mm_projector."),
         block_fp8=False,
+        engine_builds_tower=True,
     ),
 )
 

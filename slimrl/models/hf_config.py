@@ -11,7 +11,7 @@ from typing import Any
 from slimrl.config.hf_config import read_hf_config as read_hf_config
 from slimrl.config.hf_config import write_hf_config as write_hf_config
 from slimrl.config.hub import CONFIG_FILES, cached, hub_model
-from slimrl.config.wrapper import text_config
+from slimrl.config.wrapper import WRAPPED_IN, text_config
 from slimrl.models.published_index import is_stored_in
 
 FP8_SUFFIX = "-FP8"
@@ -93,7 +93,8 @@ def required(hf_config: dict[str, Any], *names: str) -> Any:
     for name in names:
         if hf_config.get(name) is not None:
             return hf_config[name]
-    raise ValueError(f"config.json: no {' or '.join(names)}")
+    around = "text_config." if WRAPPED_IN in hf_config else ""
+    raise ValueError(f"config.json: no {' or '.join(around + name for name in names)}")
 
 
 def head_dim(hf_config: dict[str, Any]) -> int:

@@ -22,7 +22,9 @@ QUICK = [
 ]
 QWEN = str(RECIPES / QUICK[0])
 LARGER_GPUS = {
-    "kimi_k2": 179,
+    "qwen3_5_397b": 140,
+    "kimi_k2_gspo": 179,
+    "kimi_k2_5": 140,
     "deepseek_v3_gspo_h100": 80,
     "deepseek_v3_gspo": 140,
     "glm_4_5_gspo": 140,

@@ -100,3 +100,23 @@ def test_context_parallel_ranks_share_the_key_value_heads_that_tensor_parallelis
 
 def test_adapters_are_those_of_attention():
     assert linear_layers(published_config("gpt-oss-20b")) == ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("targets", "model", "said"),
+    [
+        ("all-linear", "gpt-oss-20b", "all-linear leaves out the experts. This model's experts are one tensor in each"),
+        ("gate_up_proj", "gpt-oss-20b", "no linear layer that gets adapters. This model's experts are one tensor in"),
+        ("gate_up_proj", "Qwen3-30B-A3B", "gets adapters. It is gate_proj and up_proj in one: name these."),
+        ("gate_up_prj", "Qwen3-30B-A3B", "gets adapters. Did you mean gate_proj?"),
+        ("all-linear", "Qwen3-30B-A3B", None),
+        ("q_proj", "gpt-oss-20b", None),
+    ],
+)
+def test_it_is_said_that_experts_in_one_tensor_get_no_adapters(targets, model, said):
+    settings = ["trainer.lora.rank=8", f"trainer.lora.targets=[{targets}]", "trainer.parallel.tensor=2"]
+    about = [problem for problem in recipe_problems(RECIPE, settings, published_config(model)) if "lora" in problem.key]
+    assert len(about) == (said is not None)
+    for problem in about:
+        assert said in problem.message
+        assert problem.warning == (targets == "all-linear")

@@ -107,7 +107,7 @@ def test_a_family_that_is_not_supported_is_described_by_its_files(tmp_path):
     ("files", "says"),
     [
         ([], "no checkpoint: neither config.json with safetensors"),
-        (["config.json"], "config.json, but neither"),
+        (["config.json", "model-00001-of-00002.safetensors"], "config.json, but neither"),
         (["config.json", "pytorch_model-00001-of-00002.bin"], "save the weights as safetensors first"),
         (["model.gguf"], "GGUF"),
         (
@@ -125,6 +125,41 @@ def test_a_folder_that_is_no_checkpoint_is_told_what_it_is(tmp_path, files, says
     result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert result.exit_code == 2
     assert says in result.output
+
+
+def test_a_folder_with_a_config_alone_and_a_model_that_plans_know_are_described_by_the_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = published_config("Qwen3-VL-30B-A3B")["wrapped_in"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = inspect_checkpoint(tmp_path)
+    assert (facts["model_type"], facts["family"], facts["tensors"]) == ("qwen3_vl_moe", "qwen3_moe", None)
+    assert facts["architecture"] == inspect_checkpoint(Path("models/Qwen3-VL-30B-A3B"))["architecture"]
+    printed = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
+    assert "model_type  qwen3_vl_moe" in printed
+    for model, config in (
+        ("moonshotai/Kimi-K2.6", "Kimi-K2.5 as published, whose sizes Kimi-K2.6 has, in INT4"),
+        ("models/Qwen3-30B-A3B-FP8", "Qwen3-30B-A3B as published, in block FP8"),
+    ):
+        assert inspect_checkpoint(Path(model))["config"].startswith(config)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    facts = inspect_checkpoint(tmp_path)
+    assert (facts["model_type"], facts["family"]) == ("mamba", None)
+    assert "'mamba' is not supported" in facts["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        ("Qwen3-30B-A3B", None),
+        ("gpt-oss-20b", None),
+        ("OLMoE-1B-7B-0924", None),
+        ("GLM-4.5-Air", 10944),
+        ("Qwen3-8B", 12288),
+    ],
+)
+def test_the_width_of_a_dense_mlp_is_shown_where_a_layer_has_one(name, width, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert inspect_checkpoint(Path(name))["architecture"].get("dense MLP width") == width
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path):

@@ -20,11 +20,13 @@ from slimrl.estimates.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.estimates.planner.memory import StageMemory
 from slimrl.estimates.planner.model_state import host_update_s
 from slimrl.estimates.planner.parameters import ChunkParameters, ModelParameters
-from slimrl.estimates.planner.plan import Plan, _notes, _transport, as_json
+from slimrl.estimates.planner.plan import Plan, _model_notes, _notes, _transport, as_json
 from slimrl.estimates.planner.schedule import Batch, update_batch
 from slimrl.estimates.planner.shape import Shape
 from slimrl.estimates.planner.tables import print_plan
 from slimrl.estimates.planner.work import Work, step_work
+from slimrl.models.family import family_of
+from slimrl.models.hf_config import published_config
 
 SHAPE = Shape(
     hidden=64, heads=4, query_columns=16, value_columns=16, kv_heads=2, query_latent=0, kv_latent=0, rotary_columns=0,
@@ -382,6 +384,29 @@ def test_a_plan_notes_what_it_takes_for_granted(settings, sft, mean_tokens, says
     assert len(found) == len(says)
     for note, text in zip(found, says, strict=True):
         assert text in note
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            "DeepSeek-V3.2",
+            ["without its indexers; the indexers' keys that engines hold for each token are not counted"],
+        ),
+        ("gpt-oss-20b", ["as if layers with a window of 128 tokens kept all of them"]),
+        ("Qwen3-VL-8B", ["the vision tower of a qwen3_vl is left out; nothing builds it"]),
+        ("Kimi-K2.5", ["the vision tower of a kimi_k25 is left out, although SGLang builds it in each engine"]),
+        ("Qwen3-30B-A3B", []),
+    ],
+)
+def test_a_plan_notes_what_of_a_model_it_leaves_out(model, says):
+    config = published_config(model)
+    architecture = family_of(config).megatron_config(config)
+    found = _model_notes(SimpleNamespace(hf_config=config, sft=False), architecture)
+    assert len(found) == len(says)
+    assert all(text in note for note, text in zip(found, says, strict=True))
+    alone = _model_notes(SimpleNamespace(hf_config=config, sft=True), architecture)
+    assert not any("engine" in note or "cache" in note for note in alone)
 
 
 def test_a_resync_of_differences_is_planned_through_the_disk():

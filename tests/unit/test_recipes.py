@@ -148,6 +148,15 @@ def test_several_recipes_are_checked_with_one_exit_code(tmp_path):
     assert check("seed=1").exit_code == 2
 
 
+def test_a_warning_that_recipes_share_is_printed_once():
+    shared = "data/dapo-math-17k.jsonl: no such file."
+    recipes = [str(FILES[f"qwen3/qwen3_4b_gspo{variant}.yaml"]) for variant in ("", "_disaggregated")]
+    assert [check(recipe).output.count(shared) for recipe in recipes] == [1, 1]
+    together = check(*recipes).output
+    assert together.count(shared) == 1
+    assert together.count(": ok for slimrl train") == 2
+
+
 def test_what_is_not_here_is_an_error_when_it_is_asked_for():
     recipe = str(FILES["qwen3/qwen3_4b_gspo.yaml"])
     assert "data.train: warning: data/dapo-math-17k.jsonl: no such file." in check(recipe).output

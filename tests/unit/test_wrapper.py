@@ -21,6 +21,7 @@ from slimrl.config.load import read_recipe
 from slimrl.config.wrapper import WRAPPED_IN, stored_config, text_config, wrapper_of
 from slimrl.data.model_weights import TensorSpec
 from slimrl.models.engine_slice import EngineShape
+from slimrl.models.family import family_of
 from slimrl.models.hf_config import BLOCK_FP8, plain_config, published_config
 from slimrl.models.wrapped_layout import WrappedLayout
 from slimrl.quantization.fp8 import BlockFp8
@@ -99,6 +100,14 @@ def test_a_wrapper_of_something_else_is_refused_with_its_folder(tmp_path: Path, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"^{tmp_path}: config.json: .*{message}"):
         read_hf_config(tmp_path)
+
+
+def test_a_key_that_the_text_models_config_lacks_is_named_where_it_belongs():
+    config = published_config("Qwen3-VL-8B")
+    lacks = {name: value for name, value in config.items() if name != "num_hidden_layers"}
+    for given, said in ((lacks, "no text_config.num_hidden_layers"), ({"model_type": "qwen3"}, "no num_hidden_layers")):
+        with pytest.raises(ValueError, match=f"config.json: {said}"):
+            family_of(given).weight_map(given)
 
 
 def test_engines_know_the_family_by_their_own_configs():

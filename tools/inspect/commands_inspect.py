@@ -16,7 +16,12 @@ from slimrl.observability.units import show_bytes, show_count
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint in any format, or a published model.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A checkpoint in any format, a folder with config.json, or a published model."
+        ),
+    ],
     as_json: Json = False,
     hf: Annotated[
         Path | None, typer.Option(help="Folder with config.json, for a torch_dist checkpoint without one.")
@@ -28,7 +33,7 @@ def inspect(
 
     \b
     Examples:
-      slimrl-tools inspect Qwen3-30B-A3B
+      slimrl-tools inspect Qwen/Qwen3-30B-A3B
       slimrl-tools inspect runs/quickstart/gspo/export/hf
       slimrl-tools inspect runs/quickstart/gspo/checkpoints/step_000012 --json
     """
@@ -55,13 +60,21 @@ def _tables(facts: dict[str, Any]) -> Group:
 
 
 def _headline(facts: dict[str, Any]) -> dict[str, Any]:
-    lines = {"path": facts["path"], "format": facts["format"], "family": facts["family"] or facts["reason"]}
+    lines = {"path": facts["path"], "format": facts["format"]}
+    if "config" in facts:
+        lines["config"] = facts["config"]
+    if facts.get("model_type"):
+        lines["model_type"] = facts["model_type"]
+    lines["family"] = facts["family"] or facts["reason"]
     if wrapper := facts.get("wrapper"):
-        lines["wrapped in"] = f"{wrapper['model_type']}, with {wrapper['other_tensors']} tensors of other modalities"
+        counted = wrapper["other_tensors"]
+        others = "" if counted is None else f", with {counted} tensors of other modalities"
+        lines["wrapped in"] = f"{wrapper['model_type']}{others}"
     if facts.get("quantisation"):
         config = facts["quantisation"]
         tiles = config.get("weight_block_size")
-        lines["quantisation"] = f"{config.get('quant_method')}, {f'tiles {tiles}' if tiles else config.get('format')}"
+        named = (config.get("quant_method"), f"tiles {tiles}" if tiles else config.get("format"))
+        lines["quantisation"] = ", ".join(filter(None, named))
     if "storage" in facts:
         lines["files"] = f"{facts['storage']['files']}, {show_bytes(facts['storage']['bytes_on_disk'])}"
     if "torch_dist" in facts:

@@ -15,11 +15,11 @@ from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.checkpoints.wrapped_folder import WrappedFolder
-from slimrl.config.wrapper import wrapper_of
+from slimrl.config.wrapper import WRAPPED_IN, wrapper_of
 from slimrl.models.architecture import FACTS_FILE, read_facts
 from slimrl.models.families.mtp import num_mtp_layers
 from slimrl.models.family import family_of
-from slimrl.models.hf_config import published_config, published_names
+from slimrl.models.hf_config import config_for_planning
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.parameters import count_parameters
 from slimrl.models.tensor_names import find_mismatches
@@ -27,6 +27,9 @@ from slimrl.models.weight_map import WeightMap
 
 MAX_NAMED = 5
 """Missing, unknown or misshaped tensors that are named; the rest are counted."""
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pth", "*.gguf", ".metadata", "trainer")
+"""Names in a folder of those that hold weights."""
 
 ARCHITECTURE = {
     "layers": "num_layers",
@@ -50,14 +53,17 @@ def inspect_checkpoint(path: Path, hf_dir: Path | None = None) -> dict[str, Any]
     """Facts of a checkpoint as JSON values.
 
     Args:
-        path: a checkpoint in any format, or the name of a published model, described by its config.
+        path: a checkpoint in any format; or a folder with config.json alone, the id of a model on the Hub or the name
+            of a published one, as `slimrl plan` finds them, described by the config.
         hf_dir: folder with the config.json of a torch_dist checkpoint without one.
 
     Raises:
         ValueError: `path` is neither, or a broken checkpoint.
     """
-    if not path.exists() and str(path) in published_names():
-        return {"path": str(path), "format": "config alone", **_model(published_config(str(path)), None)}
+    if not path.exists() or _holds_config_alone(path):
+        hf_config, words = config_for_planning(path)
+        facts = {"path": str(path), "format": "config alone", "config": words}
+        return facts | _model(hf_config, None) | {"quantisation": hf_config.get("quantization_config")}
     found = find_checkpoint(path, hf_dir)
     facts = {"path": str(found.path), "format": found.format}
     stored = _stored_in_safetensors(found) if found.format == "huggingface" else _stored_in_torch_dist(found)
@@ -67,27 +73,39 @@ def inspect_checkpoint(path: Path, hf_dir: Path | None = None) -> dict[str, Any]
     return facts | _model(hf_config, found) | {"quantisation": hf_config.get("quantization_config")} | stored
 
 
+def _holds_config_alone(path: Path) -> bool:
+    """Whether a folder has a config.json and no weights, in whichever format."""
+    weights = (found for pattern in WEIGHTS for found in path.glob(pattern))
+    return (path / "config.json").is_file() and not any(weights)
+
+
 def _model(hf_config: dict[str, Any], found: FoundCheckpoint | None) -> dict[str, Any]:
     """Family, architecture and parameters: of the tensors found, or of those that the config implies."""
     try:
         family = family_of(hf_config)
         model, weight_map = family.megatron_config(hf_config), family.weight_map(hf_config, mtp=True)
     except ValueError as error:
-        return _unknown_model(str(error))
-    shapes, left_out, carried = None, list[str](), 0
+        return _unknown_model(str(error)) | {"model_type": _model_type(hf_config)}
+    shapes, left_out, carried = None, list[str](), None
     if found is not None:
         with open_found(found) as reader:
             shapes, left_out = {name: spec.shape for name, spec in reader.specs.items()}, list(reader.left_out)
             form = form_of(reader)
-            carried = len(form.layout.carried) if isinstance(form, WrappedFolder) else 0
+            carried = len(form.layout.carried) if isinstance(form, WrappedFolder) else None
     wrapper = wrapper_of(hf_config)
     return {
         "family": family.name,
+        "model_type": _model_type(hf_config),
         "wrapper": None if wrapper is None else {"model_type": wrapper.model_type, "other_tensors": carried},
         "architecture": _architecture(model) | {"MTP layers": num_mtp_layers(hf_config)},
         "parameters": _parameters(weight_map, model, shapes),
         "tensors": None if shapes is None else _mismatches(weight_map, shapes, left_out),
     }
+
+
+def _model_type(hf_config: dict[str, Any]) -> str | None:
+    """`model_type` as config.json has it, outermost."""
+    return hf_config.get(WRAPPED_IN, hf_config).get("model_type")
 
 
 def _unknown_model(reason: str) -> dict[str, Any]:
@@ -96,7 +114,10 @@ def _unknown_model(reason: str) -> dict[str, Any]:
 
 def _architecture(model: MegatronModelConfig) -> dict[str, Any]:
     facts = {shown: model.transformer.get(name) for shown, name in ARCHITECTURE.items()}
-    sparse = model.transformer.get("moe_layer_freq")
+    sparse = model.transformer.get("moe_layer_freq", 1)
+    if model.transformer.get("num_moe_experts") and (sparse == 1 or (isinstance(sparse, list) and all(sparse))):
+        # All layers have experts.
+        del facts["dense MLP width"]
     return {
         **{shown: value for shown, value in facts.items() if value is not None},
         **({"layers with experts": sum(sparse)} if isinstance(sparse, list) else {}),

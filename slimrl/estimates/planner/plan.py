@@ -16,6 +16,7 @@ from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.speculative_rules import sends_drafts
+from slimrl.config.wrapper import wrapper_of
 from slimrl.estimates.planner.critic import plan_critic
 from slimrl.estimates.planner.engine import GIB
 from slimrl.estimates.planner.facts import Facts, model_facts, with_engines
@@ -29,6 +30,7 @@ from slimrl.estimates.planner.teacher import TeacherPlan, plan_teacher
 from slimrl.estimates.resync.command import Cluster, planned_cluster
 from slimrl.estimates.resync.estimate import ESTIMATED, Estimate, estimate
 from slimrl.models.draft import draft_specs
+from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.resync.plan import plan_resync
 from slimrl.trainer.layout.source_layout import planned_stages, source_layout
@@ -92,7 +94,7 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
         )
         known = with_engines(known, recipe, version.buckets, hardware)
         resync = estimate(version, cluster.engines, hardware.links, transport=transport, replicated=known.replicated)
-    notes = [*_notes(planned, mean_tokens), *_draft_notes(planned)]
+    notes = [*_notes(planned, mean_tokens), *_draft_notes(planned), *_model_notes(planned, known.model)]
     teacher = _teacher(planned, hardware, notes)
     critic = plan_critic(planned, hardware, mean_tokens=mean_tokens)
     if critic is not None:
@@ -227,6 +229,27 @@ def _draft_notes(planned: OfflineRecipe) -> list[str]:
         f"the resync leaves out the {len(specs)} tensors of layers for multi-token prediction, {nbytes / GB:.2f} GB, "
         "which engines hold only with rollout.speculative.mode mtp"
     ]
+
+
+def _model_notes(planned: OfflineRecipe, model: MegatronModelConfig) -> list[str]:
+    """Parts of this model that a plan leaves out, or counts as other parts."""
+    wrapper, notes = wrapper_of(planned.hf_config), []
+    if model.sparse_attention:
+        keys = "" if planned.sft else "; the indexers' keys that engines hold for each token are not counted"
+        notes.append(f"sparse attention is planned as attention to all tokens, without its indexers{keys}")
+    window = model.transformer.get("window_size")
+    if window is not None and not planned.sft:
+        notes.append(
+            f"the KV cache is planned as if layers with a window of {window[0] + 1} tokens kept all of them, so it "
+            "holds at least as many tokens"
+        )
+    if wrapper is not None:
+        built = wrapper.engine_builds_tower and not planned.sft
+        notes.append(
+            f"the vision tower of a {wrapper.model_type} is left out"
+            + (", although SGLang builds it in each engine" if built else "; nothing builds it")
+        )
+    return notes
 
 
 def _notes(planned: OfflineRecipe, mean_tokens: int | None) -> list[str]:

@@ -22,12 +22,14 @@ def check_recipes(
 ) -> bool:
     """Print the errors and warnings of each recipe; returns whether all are valid.
 
+    Recipes that extend one file share its warnings, which are printed once.
+
     Args:
         command: the command to check for; None for each recipe's own (train or sft).
         files: refuse recipes whose files are not on this machine.
         data: read their data files too, see `data_lines`, and say how much is in each.
     """
-    refused = 0
+    refused, printed = 0, set[str]()
     for path in paths:
         meant = command or intended_command(path, overrides)
         try:
@@ -37,8 +39,10 @@ def check_recipes(
             console.print(str(error))
             refused += 1
             continue
-        for note in planned.notes:
-            console.print(str(note))
+        for note in map(str, planned.notes):
+            if note not in printed:
+                console.print(note)
+        printed |= set(map(str, planned.notes))
         for line in lines:
             console.print(line)
         console.print(f"{display_path(path)}: ok for slimrl {meant} (model: {planned.model})")
