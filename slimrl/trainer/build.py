@@ -157,7 +157,7 @@ def transformer_config(trainer: TrainerConfig, model: MegatronModelConfig, *, mt
     if mtp and model.mtp_layers:
         # Detached, they have a gradient norm of their own.
         family |= {"mtp_num_layers": model.mtp_layers, "mtp_detach_heads": True}
-    if family.get("experimental_attention_variant") == "dsa":
+    if model.sparse_attention:
         # The only exchange of context parallelism that sparse attention has.
         user.setdefault("cp_comm_type", "allgather")
     family.setdefault("activation_func", torch.nn.functional.silu)

@@ -76,6 +76,7 @@ def trainer(**megatron):
 
 
 MODEL = SimpleNamespace(
+    sparse_attention=False,
     multi_latent_attention=False,
     transformer={"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "activation_func": "silu"},
 )
