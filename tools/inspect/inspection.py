@@ -114,13 +114,13 @@ def _unknown_model(reason: str) -> dict[str, Any]:
 
 def _architecture(model: MegatronModelConfig) -> dict[str, Any]:
     facts = {shown: model.transformer.get(name) for shown, name in ARCHITECTURE.items()}
-    sparse = model.transformer.get("moe_layer_freq", 1)
-    if model.transformer.get("num_moe_experts") and (sparse == 1 or (isinstance(sparse, list) and all(sparse))):
+    sparse = model.transformer.get("moe_layer_freq")
+    if sparse and all(sparse):
         # All layers have experts.
         del facts["dense MLP width"]
     return {
         **{shown: value for shown, value in facts.items() if value is not None},
-        **({"layers with experts": sum(sparse)} if isinstance(sparse, list) else {}),
+        **({"layers with experts": sum(sparse)} if sparse else {}),
         "vocabulary": model.vocab_size,
         "tied embeddings": model.tie_embeddings,
         "rotary base": model.rotary_base,
