@@ -22,6 +22,7 @@ from slimrl.data.trajectory import Status
 
 _USER = {"role": "user", "content": "the question"}
 _ARGUMENTS = {"x": "an argument"}
+_THOUGHT = {"reasoning_content": "a thought", "thinking": "a thought"}
 
 
 def tables() -> list[list[str]]:
@@ -78,8 +79,8 @@ def _checks(key: str) -> tuple[str, ...]:
         "yes" if "Add." in (_written(model, _USER, shown=True) or "") else "**no**",
         _calls(model),
         _words(model),
-        _thought(model, _called(model, reasoning_content="a thought")),
-        _thought(model, {"role": "assistant", "content": "said", "reasoning_content": "a thought"}, _USER),
+        _thought(model, _called(model, **_THOUGHT)),
+        _thought(model, {"role": "assistant", "content": "said", **_THOUGHT}, _USER),
         _empty_calls(model),
         *_episode(key),
     )

@@ -49,6 +49,12 @@ _HERMES_TOKENS = ("<|begin_of_text|>", "<|im_end|>", "<|im_start|>", "<|end_of_t
                   "<tool_response>", "</tool_response>")  # fmt: skip
 
 
+_HY_AROUND = ("think", "tool_calls", "tool_call", "arg_key", "arg_value", "tool_responses", "tool_response")
+_HY_NAMES = ("<｜hy_begin_of_sentence{}｜>", "<｜hy_eos{}｜>", "<｜hy_User{}｜>", "<｜hy_Assistant{}｜>",
+             "<｜reasoning_mode{}｜>", "<tool_sep{}>", *(f"<{name}{{}}>" for name in _HY_AROUND),
+             *(f"</{name}{{}}>" for name in _HY_AROUND))  # fmt: skip
+_HY_TOKENS = tuple(name.format(":opensource") for name in _HY_NAMES)
+_HY_PREVIEW_TOKENS = ("<｜hy_begin▁of▁sentence｜>", *(name.format("") for name in _HY_NAMES[1:]))
 _MINIMAX_TOKENS = ("]~!b[", "[e~[", "]~b]", "]!p~[", "<minimax:tool_call>", "</minimax:tool_call>", *_THINK)
 
 
@@ -115,6 +121,10 @@ _IN_HEADER = {"thought": "{}\n</think>\n\n"}
 _GLM = {"model_type": "glm4_moe", "tokens": _GLM_TOKENS, "stops": ("<|endoftext|>", "<|user|>", "<|observation|>"),
         "ends": ("<|user|>", "<|observation|>"), "parser": "glm45", "calls": "glm45", "answer": "\n{}"}  # fmt: skip
 _GLM47 = {**_GLM, "parser": "glm47", "calls": "glm47", "answer": "{}"}
+_GLM5 = {**_GLM47, "model_type": "glm_moe_dsa"}
+_HY = {"model_type": "hy_v3", "tokens": _HY_TOKENS, "stops": ("<｜hy_eos:opensource｜>",), "parser": "hunyuan",
+       "calls": "hunyuan"}  # fmt: skip
+_HY_PREVIEW = {**_HY, "tokens": _HY_PREVIEW_TOKENS, "stops": ("<｜hy_eos｜>",), "calls": "hunyuan_preview"}
 _DEEPSEEK = {"model_type": "deepseek_v3", "tokens": (), "stops": ("<｜end▁of▁sentence｜>",)}
 _V3 = {**_DEEPSEEK, "parser": "deepseekv3", "calls": "deepseekv3", "tool_prompt": "deepseek_v3"}
 _V31 = {**_DEEPSEEK, "parser": "deepseekv31", "calls": "deepseekv31", "tool_prompt": "deepseek_v31"}
@@ -126,6 +136,7 @@ _LLAMA_CALLS = {**_LLAMA, "parser": "llama3", "calls": "llama3", "parallel": Fal
 _HARMONY_TOKENS = ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>",
                    "<|end|>", "<|message|>", "<|call|>")  # fmt: skip
 _NO_THINKING = {"enable_thinking": False}
+_EFFORT = {"reasoning_effort": "high"}
 
 MODELS = {
     "qwen25": Model(like="Qwen2.5-Instruct", file="qwen25.jinja", **{**_QWEN2, "tokens": _QWEN25_TOKENS}),
@@ -149,6 +160,24 @@ MODELS = {
     "glm46": Model(like="GLM-4.6, thinking", file="glm46.jinja", thought="\n<think>{}</think>", **_GLM),
     "glm47": Model(like="GLM-4.7, thinking", file="glm47.jinja", thought="{}</think>", **_GLM47),
     "glm47_no_think": Model(like="GLM-4.7, enable_thinking=false", file="glm47.jinja", kwargs=_NO_THINKING, **_GLM47),
+    "glm47_flash": Model(
+        like="GLM-4.7-Flash, thinking", file="glm47.jinja", thought="{}</think>",
+        **{**_GLM47, "model_type": "glm4_moe_lite"},
+    ),
+    "glm5": Model(like="GLM-5, thinking", file="glm47.jinja", thought="{}</think>", **_GLM5),
+    "glm51": Model(like="GLM-5.1, thinking", file="glm51.jinja", thought="{}</think>", **_GLM5),
+    "glm51_no_think": Model(like="GLM-5.1, enable_thinking=false", file="glm51.jinja", kwargs=_NO_THINKING, **_GLM5),
+    "glm52": Model(like="GLM-5.2, thinking", file="glm52.jinja", thought="{}</think>", **_GLM5),
+    "glm52_no_think": Model(like="GLM-5.2, enable_thinking=false", file="glm52.jinja", kwargs=_NO_THINKING, **_GLM5),
+    "hy3": Model(
+        like="Hy3, reasoning_effort=high", file="hy3.jinja", kwargs=_EFFORT, thought="{}</think:opensource>", **_HY
+    ),
+    "hy3_no_think": Model(like="Hy3", file="hy3.jinja", **_HY),
+    "hy3_preview": Model(
+        like="Hy3-preview, reasoning_effort=high, interleaved_thinking=true", file="hy3_preview.jinja",
+        kwargs={**_EFFORT, "interleaved_thinking": True}, thought="{}</think>", **_HY_PREVIEW,
+    ),
+    "hy3_preview_no_think": Model(like="Hy3-preview", file="hy3_preview.jinja", **_HY_PREVIEW),
     "deepseek_v3_2412": Model(like="DeepSeek-V3 (December 2024)", file="deepseek_v3_2412.jinja", **_DEEPSEEK),
     "deepseek_v3": Model(like="DeepSeek-V3-0324", file="deepseek_v3_0324.jinja", rewrites=True, **_V3),
     "deepseek_r1": Model(
@@ -179,7 +208,8 @@ MODELS = {
     ),
     "gpt_oss": Model(
         like="gpt-oss", model_type="gpt_oss", file="gpt_oss.jinja", tokens=_HARMONY_TOKENS,
-        stops=("<|return|>", "<|endoftext|>", "<|call|>"), parallel=False,
+        stops=("<|return|>", "<|endoftext|>", "<|call|>"), ends=("<|return|>", "<|call|>"), parallel=False,
+        parser="harmony", calls="harmony",
         thought="<|channel|>analysis<|message|>{}<|end|><|start|>assistant", answer="<|channel|>final<|message|>{}",
     ),
     "llama3": Model(like="Llama-3-Instruct", file="llama3.jinja", **_LLAMA),

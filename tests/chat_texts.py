@@ -10,7 +10,7 @@ from chat_templates import MODELS, Model
 from slimrl.agent.chat.tool_prompts import PUBLISHED
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.episode import EpisodeRunner
-from slimrl.agent.parsers import make_parser
+from slimrl.agent.parsers import make_parser, marker_tokens
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema.agent import AgentConfig, HistoryMode
@@ -121,6 +121,22 @@ def _minimax_m2(calls, first_id: int) -> str:
     return f"<minimax:tool_call>\n{inner}</minimax:tool_call>"
 
 
+def _hunyuan(calls, first_id: int, suffix: str = ":opensource") -> str:
+    inner = "".join(
+        f"<tool_call{suffix}>add<tool_sep{suffix}>\n"
+        + "".join(f"<arg_key{suffix}>{k}</arg_key{suffix}>\n<arg_value{suffix}>{v}</arg_value{suffix}>\n"
+                  for k, v in arguments.items())
+        + f"</tool_call{suffix}>\n"
+        for arguments in calls
+    )  # fmt: skip
+    return f"<tool_calls{suffix}>\n{inner}</tool_calls{suffix}>"
+
+
+def _harmony(calls, first_id: int) -> str:
+    (text,) = _texts(calls)
+    return f" to=functions.add<|channel|>commentary json<|message|>{text}"
+
+
 def _llama3(calls, first_id: int) -> str:
     (text,) = _texts(calls)
     return f'{{"name": "add", "parameters": {text}}}'
@@ -128,7 +144,13 @@ def _llama3(calls, first_id: int) -> str:
 
 WRITTEN_CALLS = {"json": _json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "glm47": _glm47,
                  "deepseekv3": _deepseekv3, "deepseekv31": _deepseekv31, "kimi_k2": _kimi_k2,
-                 "minimax_m2": _minimax_m2, "llama3": _llama3}  # fmt: skip
+                 "minimax_m2": _minimax_m2, "hunyuan": _hunyuan, "hunyuan_preview": partial(_hunyuan, suffix=""),
+                 "harmony": _harmony, "llama3": _llama3}  # fmt: skip
+
+
+def parser_of(key: str):
+    """The parser of the model's calls, for `add`."""
+    return make_parser(MODELS[key].parser, TOOLS.schemas, marker_tokens(MODELS[key].tokens))
 
 
 class Script:
@@ -157,7 +179,8 @@ class Script:
 def play(model: Model, engine: Script, *, tools=TOOLS, history="keep", messages=(QUESTION,), **limits):
     """The trajectory of an episode."""
     rollout = RolloutConfig(**{"max_trajectory_tokens": 100_000, "stop_at_tool_call": False, **limits})
-    dialogues = Dialogues(model.chat(), partial(make_parser, model.parser), stop_at_call=rollout.stop_at_tool_call)
+    make = partial(make_parser, model.parser, tokens=marker_tokens(model.tokens))
+    dialogues = Dialogues(model.chat(), make, stop_at_call=rollout.stop_at_tool_call)
     agent = AgentConfig(history=HistoryMode(history), max_result_chars=100_000)
     environment = partial(ToolEnvironment, tools, agent, rollout.tool_timeout_s)
     runner = EpisodeRunner(engine=engine, dialogues=dialogues, environment=environment, rollout=rollout, agent=agent)
@@ -171,6 +194,9 @@ def rendering(key: str, messages, *, generate: bool) -> str:
     written = json.loads(json.dumps(messages))
     for call in (call for message in written for call in message.get("tool_calls", ()) if key in TEXT_ARGUMENTS):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    for message in written if key == "gpt_oss" else ():
+        if "reasoning_content" in message:
+            message["thinking"] = message["reasoning_content"]
     tools = TOOLS.schemas
     if model.tool_prompt:
         written, tools = [{"role": "system", "content": PUBLISHED[model.tool_prompt](tools)}, *written], None

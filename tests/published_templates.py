@@ -51,14 +51,21 @@ _MINIMAX_TOOLS = (
      r'</tools>\nTo call one, write\n<minimax:tool_call>\n<invoke name="NAME">\n'
      r'<parameter name="KEY">VALUE</parameter>\n</invoke>\n</minimax:tool_call>'),
 )  # fmt: skip
+_HY_TOOLS = (
+    (r"</tools>\n\nFor function call returns, you should first print <tool_calls(:?\w*)>.*?print </tool_calls\1>",
+     r"</tools>\nTo call some, write\n<tool_calls\1>\n<tool_call\1>NAME<tool_sep\1>\n<arg_key\1>KEY</arg_key\1>\n"
+     r"<arg_value\1>VALUE</arg_value\1>\n</tool_call\1>\n</tool_calls\1>"),
+)  # fmt: skip
 _WHO = (
     r"You are Qwen, created by Alibaba Cloud\. You are a helpful assistant\."
     r"|You are Qwen, a helpful AI assistant that can interact with a computer to solve tasks\."
     r"|You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     r"|You are Kimi, an AI assistant created by Moonshot AI\."
+    r"|You are ChatGPT, a large language model trained by OpenAI\."
     r"|You are a helpful assistant\.?"
 )
-PROSE = ((_WHO, "You help."), *_MINIMAX_TOOLS, *_CODER_TOOLS, *_QWEN_TOOLS, *_GLM_TOOLS, *_LLAMA_TOOLS, *_HERMES_TOOLS)
+PROSE = ((_WHO, "You help."), *_MINIMAX_TOOLS, *_CODER_TOOLS, *_QWEN_TOOLS, *_GLM_TOOLS, *_HY_TOOLS, *_LLAMA_TOOLS,
+         *_HERMES_TOOLS)  # fmt: skip
 """(what published templates say, what ours say)"""
 
 TOOLS: list[dict[str, Any]] = [
@@ -91,7 +98,25 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "none", "description": "Nothing",
-            "parameters": {"type": "object", "properties": {"of": {"type": "null", "description": "it"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "of": {"type": "null", "description": "it"},
+                    "in": {
+                        "type": "object",
+                        "properties": {
+                            "p": {"type": "string", "enum": ["x", "y"]},
+                            "q": {"type": "array", "items": {"type": "object", "properties": {"r": {"type": "null"}}}},
+                            "s": {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}}},
+                        },
+                        "required": ["p"],
+                    },
+                    "or": {"oneOf": [{"type": "string", "description": "s"}, {"type": "integer", "default": 3}]},
+                    "so": {"type": "string", "nullable": True, "default": "x"},
+                    "is": {"type": "string", "enum": ["x", "y"], "default": "x"},
+                    "all": {"type": "array"},
+                },
+            },
         },
     },
 ]  # fmt: skip
@@ -156,7 +181,9 @@ class Conversations:
     def _variables(self) -> dict[str, Any]:
         choices: dict[str, tuple[Any, ...]] = {
             "enable_thinking": (True, False), "thinking": (True, False), "clear_thinking": (True, False),
-            "preserve_thinking": (True, False),
+            "preserve_thinking": (True, False), "preserved_thinking": (True, False),
+            "interleaved_thinking": (True, False), "is_training": (True, False),
+            "reasoning_effort": ("high", "low", "no_think", "max"),
             "date_string": ("1 May 2025",), "tools_in_user_message": (True, False),
         }  # fmt: skip
         return {name: self.random.choice(values) for name, values in choices.items() if self.random.random() < 0.3}
@@ -169,7 +196,8 @@ class Conversations:
     def _turn(self, odd: bool) -> list[dict[str, Any]]:
         turn: dict[str, Any] = {"role": "assistant", "content": self._words(odd)}
         if self.random.random() < 0.3:
-            turn["reasoning_content"] = self.random.choice(("", "\nthought\n", "why", *([None] if odd else [])))
+            key = self.random.choice((*["reasoning_content"] * 4, "thinking", "reasoning"))
+            turn[key] = self.random.choice(("", "\nthought\n", "why", *([None] if odd else [])))
         kind = self.random.random()
         if odd and kind < 0.15:
             turn["tool_calls"] = self.random.choice(([], None))

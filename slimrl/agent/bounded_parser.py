@@ -28,12 +28,12 @@ NOT_IN_TIME = "malformed tool call: it takes too long to read"
 class BoundedParser:
     """
     Args:
-        name, schemas: see `make_parser`, which also says what it raises.
+        name, schemas, tokens: see `make_parser`, which also says what it raises.
     """
 
-    def __init__(self, name: str, schemas: Sequence[dict[str, Any]]) -> None:
-        self._name, self._schemas = name, json.dumps(list(schemas))
-        self._parser = make_parser(name, schemas)
+    def __init__(self, name: str, schemas: Sequence[dict[str, Any]], tokens: Sequence[str] = ()) -> None:
+        self._name, self._schemas, self._tokens = name, json.dumps(list(schemas)), tokens
+        self._parser = make_parser(name, schemas, tokens)
         self.close_marker = self._parser.close_marker
         if not isinstance(self._parser, NoCalls):
             # Some of SGLang's import other packages, transformers among them, when they first parse, and a task's own
@@ -69,7 +69,7 @@ class BoundedParser:
         """A turn that is given up before a process is free for it is not parsed."""
         try:
             with _processes.process(given_up.is_set) as process:
-                return parsed(process, self._name, self._schemas, text)
+                return parsed(process, self._name, self._schemas, text, self._tokens)
         except OutOfCpuTime as error:
             if self._name not in _slow:
                 _slow.add(self._name)

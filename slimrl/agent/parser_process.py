@@ -15,9 +15,9 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import psutil
@@ -43,13 +43,13 @@ def start_parser() -> AnsweringProcess:
     return AnsweringProcess(_fork, work=WORK, over_limit=over_limit, deadline_s=DEADLINE_S)
 
 
-def parsed(process: AnsweringProcess, name: str, schemas: str, text: str) -> ParsedTurn:
+def parsed(process: AnsweringProcess, name: str, schemas: str, text: str, tokens: Sequence[str] = ()) -> ParsedTurn:
     """What a parser reads in a turn. Raises ParserFailed, and as AnsweringProcess.ask.
 
     Args:
-        name, schemas: of the parser, as for `make_parser`, the schemas as JSON.
+        name, schemas, tokens: of the parser, as for `make_parser`, the schemas as JSON.
     """
-    answer = process.ask([name, schemas, text])
+    answer = process.ask([name, schemas, text, list(tokens)])
     if problem := answer.get("error"):
         raise ParserFailed(problem)
     return ParsedTurn(content=answer["content"], calls=[_call(one) for one in answer["calls"]])
@@ -95,19 +95,19 @@ def _serve_and_exit(questions: int, answers: int, driver: int) -> NoReturn:
 
 
 def _serve(questions: Any, answers: Any) -> None:
-    parser_of = lru_cache(1000)(lambda name, schemas: make_parser(name, json.loads(schemas)))
+    parser_of = lru_cache(1000)(lambda name, schemas, *tokens: make_parser(name, json.loads(schemas), tokens))
     answers.write(b"true\n")
     for line in questions:
-        name, schemas, text = json.loads(line)
+        name, schemas, text, tokens = json.loads(line)
         _, most = resource.getrlimit(resource.RLIMIT_CPU)  # of its user, who may not raise it
         limit = math.ceil(time.process_time()) + CPU_LIMIT_S
         resource.setrlimit(resource.RLIMIT_CPU, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
-        answers.write(_answer(parser_of, name, schemas, text).encode() + b"\n")
+        answers.write(_answer(partial(parser_of, name, schemas, *tokens), text).encode() + b"\n")
 
 
-def _answer(parser_of: Callable[[str, str], Parser], name: str, schemas: str, text: str) -> str:
+def _answer(parser: Callable[[], Parser], text: str) -> str:
     try:
-        turn = parser_of(name, schemas).parse(text)
+        turn = parser().parse(text)
         return json.dumps({"content": turn.content, "calls": [_fields(one) for one in turn.calls]})
     except Exception as error:  # noqa: BLE001 - a parser of the task's own raises anything
         return json.dumps({"error": repr(error)})

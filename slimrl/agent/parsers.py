@@ -1,10 +1,12 @@
 """Tool calls in a model's text. A malformed call is a value, not an exception: the model reads the problem."""
 
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from slimrl.config.agent_rules import HARMONY
 from slimrl.config.import_path import resolve
 from slimrl.config.package_fields import tool_call_parsers
 
@@ -59,23 +61,38 @@ class NoCalls:
         return ParsedTurn(content=text.strip(), calls=[])
 
 
-def make_parser(name: str, schemas: Sequence[dict[str, Any]]) -> Parser:
-    """SGLang's parser of that name, or the result of calling the function or class at that import path.
+_SPELT = re.compile(r"<(?:tool_calls?|tool_sep|arg_key|arg_value)(?::[^<>]+)?>")
+
+
+def marker_tokens(reserved: Iterable[str]) -> tuple[str, ...]:
+    """Those of a tokenizer's reserved tokens from which SGLang's parser of Hy3's calls takes its markers: they have a
+    suffix there, such as `<tool_call:opensource>`, or none."""
+    return tuple(text for text in reserved if _SPELT.fullmatch(text))
+
+
+def make_parser(name: str, schemas: Sequence[dict[str, Any]], tokens: Sequence[str] = ()) -> Parser:
+    """SGLang's parser of that name, `harmony`, or the result of calling the function or class at that import path.
 
     Args:
         schemas: of the tools, which SGLang's parsers read types and names from.
+        tokens: `marker_tokens` of the model; without any, markers have no suffix.
 
     Raises:
         ValueError: there is no such parser, function or class, or it does not return a parser.
     """
+    if name == HARMONY:
+        from slimrl.agent.harmony_parser import HarmonyParser
+
+        return HarmonyParser(schemas)
     if ":" not in name:
         if name not in tool_call_parsers():
             raise ValueError(
-                f"{name}: the installed SGLang has no such parser; it has {', '.join(tool_call_parsers())}"
+                f"{name}: the installed SGLang has no such parser; it has {', '.join(tool_call_parsers())}, "
+                f"and slimrl has {HARMONY}"
             )
         from slimrl.agent.sglang_parser import SGLangParser  # its imports take a second
 
-        return SGLangParser(name, schemas)
+        return SGLangParser(name, schemas, tokens)
     make = resolve(name, classes=True)
     try:
         inspect.signature(make).bind()

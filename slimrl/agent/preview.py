@@ -9,7 +9,6 @@ import numpy as np
 
 from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.chat.template import Schemas
-from slimrl.agent.chat.thinking import CLOSE, OPEN
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn, answers
 from slimrl.agent.environment_host import EnvironmentHost
@@ -164,7 +163,8 @@ def _text_of_turn(
     except ValueError:
         text = _without_thinking(chat, messages, plain, schemas, opened=opened)
     # Some templates leave out the thinking that the header has opened.
-    return f"{THINKING}{CLOSE}{text}" if opened and CLOSE not in text else text
+    close = chat.thinking_tags.close
+    return f"{THINKING}{close}{text}" if opened and close not in text else text
 
 
 def _without_thinking(
@@ -172,11 +172,11 @@ def _without_thinking(
 ) -> str:
     if not opened:
         return chat.written_turn([*messages, turn], schemas)
-    before = chat.template.render(messages, schemas, generate=True).rstrip().removesuffix(OPEN)
+    before = chat.template.render(messages, schemas, generate=True).rstrip().removesuffix(chat.thinking_tags.open)
     after = chat.template.render([*messages, turn], schemas, generate=False)
     if not after.startswith(before):
         raise ValueError("the chat template writes a finished turn differently from the prompt before it")
-    return after[len(before) :].removeprefix(CLOSE)
+    return after[len(before) :].removeprefix(chat.thinking_tags.close)
 
 
 def _tokens(segment: Segment, chat: ChatFormat) -> list[PreviewToken]:

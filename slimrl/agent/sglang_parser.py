@@ -8,22 +8,20 @@ marker without exactly one call, an unknown tool and arguments that its schema r
 import ast
 import importlib
 import importlib.util
-import json
 import logging
 import re
 import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from slimrl.agent.call_schemas import CallSchemas
+from slimrl.agent.judged_call import UNREADABLE, judged_call
 from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
-from slimrl.base.jsonl import refuse_unwritable
 
 NOT_OPENED, NOT_CLOSED = "malformed tool call: nothing opened it", "malformed tool call: not closed"
-UNREADABLE = "malformed tool call: it cannot be read"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +61,21 @@ _MINIMAX = Markers(
     section_close="</minimax:tool_call>",
 )
 
+
+def _hunyuan_markers(suffix: str) -> Markers:
+    """Hy3's, where its tokenizer gives them a suffix."""
+    return Markers(
+        open=f"<tool_call{suffix}>",
+        close=f"</tool_call{suffix}>",
+        section_open=f"<tool_calls{suffix}>",
+        section_close=f"</tool_calls{suffix}>",
+    )
+
+
 MARKERS: dict[str, Markers] = {
     **dict.fromkeys(("qwen", "qwen25", "hermes", "qwen3_coder", "glm", "glm45", "glm47"), _TOOL_CALL),
     **dict.fromkeys(("deepseekv3", "deepseekv31"), _DEEPSEEK),
+    "hunyuan": _hunyuan_markers(""),
     "kimi_k2": _KIMI,
     "minimax-m2": _MINIMAX,
 }
@@ -76,14 +86,39 @@ one goes unnoticed."""
 _MARKED_AT_START = {"llama3": "<|python_tag|>"}
 """Formats in which a text is a call by its beginning alone -> the marker that says so for certain."""
 
-_TAG = re.compile(r"</?arg_(?:key|value)>")
-_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_TAGS = ("<arg_key{}>", "</arg_key{}>", "<arg_value{}>", "</arg_value{}>")
 
 
-def _has_pairs(text: str) -> bool:
-    """Whether GLM's tags of arguments come in their order; SGLang's search takes the cube of the text's length else."""
-    found = _TAG.findall(text)
-    return len(found) % 4 == 0 and all(tag == _TAGS[place % 4] for place, tag in enumerate(found))
+def _has_pairs(text: str, suffix: str = "") -> bool:
+    """Whether GLM's and Hy3's tags of arguments come in their order; else SGLang's search takes the cube of the text's
+    length.
+
+    Args:
+        suffix: of the tags.
+    """
+    tags = [tag.format(suffix) for tag in _TAGS]
+    found = re.findall("|".join(map(re.escape, tags)), text)
+    return len(found) % 4 == 0 and all(tag == tags[place % 4] for place, tag in enumerate(found))
+
+
+class _Vocabulary:
+    """What SGLang's parser of Hy3's calls asks a tokenizer for: the spelling of its markers.
+
+    Args:
+        tokens: `marker_tokens` of the model.
+    """
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        # Hy3's have a separator behind the name, and nothing says so of a model without any token.
+        self._tokens = tokens or ("<tool_call>", "<tool_sep>")
+
+    @property
+    def suffix(self) -> str:
+        found = next((text for text in self._tokens if text.startswith("<tool_call:")), "<tool_call>")
+        return found.removeprefix("<tool_call").removesuffix(">")
+
+    def get_vocab(self) -> dict[str, int]:
+        return {text: number for number, text in enumerate(self._tokens)}
 
 
 _PARAMETER = re.compile(r'<parameter name="[^">]*">(?:(?!<parameter name=").)*?</parameter>', re.DOTALL)
@@ -107,6 +142,7 @@ def _has_call_list(text: str) -> bool:
 _SAFE: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("glm", "glm45", "glm47"), _has_pairs),
     **dict.fromkeys(("pythonic", "lfm2"), _has_call_list),
+    "hunyuan": _has_pairs,
     "minimax-m2": _has_whole_parameters,
 }
 """Parser -> whether it may look at a text; what a policy writes may be of any kind."""
@@ -118,13 +154,18 @@ class SGLangParser:
     Args:
         name: as SGLang's `--tool-call-parser`.
         schemas: of the tools.
+        tokens: `marker_tokens` of the model.
 
     Raises:
         ValueError: the parser needs more than the tools, or the parameters of one are no JSON schema.
     """
 
-    def __init__(self, name: str, schemas: Sequence[dict[str, Any]]) -> None:
-        self._markers = MARKERS.get(name)
+    def __init__(self, name: str, schemas: Sequence[dict[str, Any]], tokens: Sequence[str] = ()) -> None:
+        self._vocabulary = _Vocabulary(tokens)
+        self._markers, self._is_safe = MARKERS.get(name), _SAFE.get(name, bool)
+        if name == "hunyuan":
+            suffix = self._vocabulary.suffix
+            self._markers, self._is_safe = _hunyuan_markers(suffix), partial(_has_pairs, suffix=suffix)
         self.close_marker = self._markers.close if self._markers else ""
         self.all_markers = self._markers.all if self._markers else ()
         """A text without any of these has no call; empty if that cannot be said."""
@@ -144,7 +185,7 @@ class SGLangParser:
         return ParsedTurn(content=content.strip(), calls=[call for part in parts for call in self._read_part(part)])
 
     def _parse_whole(self, text: str) -> ParsedTurn:
-        if not _SAFE.get(self._name, bool)(text):
+        if not self._is_safe(text):
             return ParsedTurn(content=text.strip(), calls=[])
         unmarked = self._name in _MARKED_AT_START and _MARKED_AT_START[self._name] not in text
         content, calls = self._read(text)
@@ -155,7 +196,7 @@ class SGLangParser:
             return ParsedTurn(content=content.strip(), calls=[MalformedCall(problem=UNREADABLE)])
         if not calls:
             return ParsedTurn(content=text.strip(), calls=[])
-        return ParsedTurn(content=content.strip(), calls=[self._judged(*call) for call in calls])
+        return ParsedTurn(content=content.strip(), calls=[judged_call(self._schemas, *call) for call in calls])
 
     def _read_part(self, part: str) -> list[ToolCall | MalformedCall]:
         """The call of a part; several if it holds the opening of another one and cannot be read whole."""
@@ -175,11 +216,11 @@ class SGLangParser:
         if len(calls) != 1:
             return MalformedCall(problem=UNREADABLE)
         written = re.match(markers.call_id, part[len(markers.open) :])
-        return self._judged(*calls[0], written.group(1) if written and markers.call_id else "")
+        return judged_call(self._schemas, *calls[0], written.group(1) if written and markers.call_id else "")
 
     def _read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
         """The text outside calls, and (name, arguments as JSON) of each that SGLang reads."""
-        if not _SAFE.get(self._name, bool)(text):
+        if not self._is_safe(text):
             return text, []
         with self._sglang.forward_unknown_tools():
             try:
@@ -193,22 +234,7 @@ class SGLangParser:
 
     def _parser(self) -> Any:
         # A new one each time: some keep state.
-        return self._sglang.FunctionCallParser(self._tools, self._name)
-
-    def _judged(self, name: str, text: str, call_id: str = "") -> ToolCall | MalformedCall:
-        if any("\ud800" <= letter <= "\udfff" for letter in name):
-            return MalformedCall(problem=UNREADABLE)
-        if problem := self._schemas.unknown_tool(name):
-            return MalformedCall(problem=problem)
-        try:
-            arguments = json.loads(text)
-            refuse_unwritable(arguments)
-            problem = self._schemas.wrong_arguments(name, arguments)
-        except (ValueError, RecursionError):
-            return MalformedCall(problem=UNREADABLE, name=name)
-        if problem is not None:
-            return MalformedCall(problem=problem, name=name)
-        return ToolCall(name=name, arguments=arguments, id=call_id)
+        return self._sglang.FunctionCallParser(self._tools, self._name, tokenizer=self._vocabulary)
 
 
 def _cut(text: str, markers: Markers) -> tuple[str, list[str]]:

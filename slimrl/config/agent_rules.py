@@ -18,14 +18,16 @@ from slimrl.config.schema.types import MODULE_FUNCTION
 
 TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31")
 """Published prompts that tell a model its tools (slimrl/agent/chat/tool_prompts.py)"""
+HARMONY = "harmony"
+"""slimrl's own parser, of gpt-oss's calls"""
 TOOL_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 
 
 def chat_violations(agent: AgentConfig) -> Iterator[Violation]:
     """Names of parsers and of prompts that nothing has."""
-    if agent.parser and agent.parser not in tool_call_parsers() and not MODULE_FUNCTION.fullmatch(agent.parser):
-        known = tool_call_parsers()
-        meant = suggestion(agent.parser, known) or f" SGLang has {', '.join(known)}."
+    known = (HARMONY, *tool_call_parsers()) if agent.parser else ()
+    if agent.parser and agent.parser not in known and not MODULE_FUNCTION.fullmatch(agent.parser):
+        meant = suggestion(agent.parser, known) or f" SGLang has {', '.join(known[1:])}; slimrl {HARMONY}."
         yield "agent.parser", f"{agent.parser!r} is neither a parser of SGLang nor an import path module:name.{meant}"
     told = agent.tool_prompt
     if told and told not in TOOL_PROMPTS and "{tools}" not in told:

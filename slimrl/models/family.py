@@ -61,8 +61,8 @@ class Family:
     engine_rules: tuple[EngineRule, ...] = ()
     """What parameters of SGLang's model hold, where the rules that families share do not say it or are wrong."""
     call_parsers: tuple[str, ...]
-    """SGLang's parsers of the calls that its models write, none if their chat template writes none. A model's is the
-    first that reads what its chat template writes."""
+    """Parsers of the calls that its models write, by their names in `agent.parser`; none if their chat template writes
+    none. A model's is the first that reads what its chat template writes."""
 
     @property
     def has_mtp(self) -> bool:
@@ -141,7 +141,7 @@ FAMILIES = (
         model_types=("gpt_oss",),
         module=gpt_oss,
         engine_rules=gpt_oss.ENGINE_RULES,
-        call_parsers=("gpt-oss",),
+        call_parsers=("harmony",),
     ),
     Family(
         name="deepseek_v32",

@@ -57,6 +57,14 @@ async def test_a_turn_is_read_as_without_a_process():
     assert [await parser.read(text) for text in texts] == [plain.parse(text) for text in texts]
 
 
+async def test_a_process_spells_markers_as_the_models_tokenizer_does():
+    text = "<tool_calls:x><tool_call:x>calculator<tool_sep:x><arg_key:x>n</arg_key:x><arg_value:x>2</arg_value:x>"
+    tokens = ("<tool_calls:x>", "<tool_call:x>", "<tool_sep:x>", "<arg_key:x>", "<arg_value:x>")
+    (call,) = (await BoundedParser("hunyuan", [TOOL], tokens).read(f"{text}</tool_call:x></tool_calls:x>")).calls
+    assert call == ToolCall(name="calculator", arguments={"n": 2})
+    assert not (await BoundedParser("hunyuan", [TOOL]).read(f"{text}</tool_call:x></tool_calls:x>")).calls
+
+
 async def test_a_parse_without_end_is_a_malformed_call_and_the_loop_goes_on():
     parser = BoundedParser("deepseekv3", [TOOL])
     ticks = 0

@@ -16,6 +16,7 @@ from chat_texts import (
     answer_text,
     call_end,
     call_text,
+    parser_of,
     play,
     rendering,
     thought_text,
@@ -122,7 +123,7 @@ def test_a_call_in_the_middle_of_thinking_is_no_call(key):
     assert trajectory.metadata["num_tool_calls"] == 0
     assert trajectory.messages[-1]["content"] == "Three."
     assert trajectory.messages[-1]["reasoning_content"] == thought
-    unclosed = turn[: turn.index("</think>")] + call_end(key)
+    unclosed = turn[: turn.index("<|end|>" if key == "gpt_oss" else "</think")] + call_end(key)
     trajectory = play(MODELS[key], Script(MODELS[key], unclosed))
     assert trajectory.metadata["num_tool_calls"] == 0
     assert trajectory.messages[-1]["content"] == ""
@@ -166,7 +167,8 @@ class _Noted:
 @pytest.mark.parametrize("key", [key for key in KEYS if not MODELS[key].parallel])
 def test_several_calls_where_the_template_writes_one_are_an_error_for_the_model(key):
     one = call_text(key, {"a": 1, "b": 2})
-    engine = Script(MODELS[key], f"{one};{one}{call_end(key)}", answer_text(key, "Three.") + answer_end(key))
+    between = "<|end|><|start|>assistant" if key == "gpt_oss" else ";"
+    engine = Script(MODELS[key], f"{one}{between}{one}{call_end(key)}", answer_text(key, "Three.") + answer_end(key))
     trajectory = play(MODELS[key], engine)
     assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["error: only one tool call at a time"]
     assert trajectory.metadata["num_malformed_calls"] == 1
@@ -177,7 +179,7 @@ def test_the_familys_parser_is_the_one_that_reads_what_the_template_writes(key, 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": MODELS[key].model_type}))
     parser = load_parser("", tmp_path, MODELS[key].chat(), TOOLS.schemas)
     text = call_text(key, {"a": 1, "b": 2})
-    assert parser.close_marker == make_parser(MODELS[key].parser, TOOLS.schemas).close_marker
+    assert parser.close_marker == parser_of(key).close_marker
     (call,) = parser.parse(text).calls
     assert isinstance(call, ToolCall)
     assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
@@ -196,7 +198,7 @@ def test_a_family_without_calls_of_its_own_takes_the_parser_that_is_named(tmp_pa
 
 
 REFUSED_AS_EXAMPLES = {"deepseek_v31_think": 1, "deepseek_r1": 1, "qwq": 1, "deepseek_v3": 3, "hermes3": 3,
-                        "kimi_k2_thinking": 6}  # fmt: skip
+                        "kimi_k2_thinking": 6, "gpt_oss": 5}  # fmt: skip
 """Which message the template does not write behind its prompt"""
 
 
@@ -307,11 +309,11 @@ def test_a_closing_marker_of_several_tokens_lets_the_turn_go_on_to_its_end():
 def test_an_episode_whose_turns_stop_at_their_calls_continues_as_the_template_writes_it(key):
     """What follows the end of a call, such as the end of all calls, then comes from the template."""
     model = MODELS[key]
-    close = make_parser(model.parser, TOOLS.schemas).close_marker
+    close = parser_of(key).close_marker
     whole = thought_text(key, "Sum.") + call_text(key, {"a": 1, "b": 2})
     # MiniMax-M2's has several tokens.
     stops = close and len(model.chat().template.encode(close)) == 1
-    stopped = whole[: whole.rindex(close) + len(close)] if stops else whole + call_end(key)
+    stopped = whole[: whole.rindex(close) + len(close)] if stops and close in whole else whole + call_end(key)
     engine = Script(model, stopped, thought_text(key, "Done.", after_tools=True) + "Three." + answer_end(key))
     trajectory = play(model, engine, stop_at_tool_call=True)
     assert trajectory.status is Status.completed

@@ -18,12 +18,12 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = RECIPES / "tiny_moe" / "gspo_calculator.yaml"
 CALCULATOR = "agent.tools=[slimrl.agent.calculator:calculator]"
 
-KIND_OF_MODEL = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "glm4_moe": "glm45", "glm4_moe_lite": "glm47",
-                 "deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2", "olmoe": "olmoe",
-                 "gpt_oss": "gpt_oss",
+KIND_OF_MODEL = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "glm4_moe": "glm45", "glm4_moe_lite": "glm47_flash",
+                 "glm_moe_dsa": "glm52", "deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "hy_v3": "hy3",
+                 "minimax_m2": "minimax_m2", "olmoe": "olmoe", "gpt_oss": "gpt_oss",
                  "qwen3_next": "qwen3_instruct", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35"}  # fmt: skip
 """`model_type` -> the template that its recipe's model has."""
-WITHOUT_TEMPLATE = ("deepseek_v32", "glm_moe_dsa", "hy_v3")
+WITHOUT_TEMPLATE = ("deepseek_v32",)
 """DeepSeek-V3.2 has none, it encodes in Python."""
 
 

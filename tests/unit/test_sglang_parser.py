@@ -12,19 +12,23 @@ import jsonschema
 import pytest
 from chat_templates import MODELS
 from chat_texts import PLAYED, TOOLS, call_text
+from chat_texts import parser_of as parser_of_model
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.function_call.hunyuan_detector import HunyuanDetector
 
 from slimrl.agent.parsers import MalformedCall, ToolCall, make_parser
 from slimrl.agent.sglang_parser import MARKERS, NOT_CLOSED, NOT_OPENED, UNREADABLE
 from slimrl.config.package_fields import tool_call_parsers
 
 KEYS = {"qwen25": "qwen3", "hermes": "qwen3", "glm45": "glm45", "deepseekv3": "deepseek_v3",
-        "deepseekv31": "deepseek_v31", "kimi_k2": "kimi_k2", "minimax-m2": "minimax_m2"}  # fmt: skip
+        "deepseekv31": "deepseek_v31", "kimi_k2": "kimi_k2", "minimax-m2": "minimax_m2",
+        "hunyuan": "hy3_preview"}  # fmt: skip
 """Parser -> a model of chat_texts.py that writes so."""
 GOOD, OTHER = {"a": 1, "b": 2}, {"a": 3, "b": 4, "note": "x } ] </b> \\ \" '"}
 
 CODER = "<tool_call>\n<function=add>\n{}\n</function>\n</tool_call>"
 PARSERS = (*KEYS, "qwen3_coder", "glm47")
-AS_TAGS = {"glm45", "glm47", "minimax-m2", "qwen3_coder"}
+AS_TAGS = {"glm45", "glm47", "hunyuan", "minimax-m2", "qwen3_coder"}
 """Formats whose arguments are plain text between tags, not JSON."""
 
 
@@ -53,7 +57,7 @@ def broken_texts(name):
         return f"{markers.section_open}{markers.open}{text}{markers.close}{markers.section_close}"
 
     # In GLM's formats what comes first is the name of a tool, whatever it says.
-    unreadable = "" if name in ("glm45", "glm47") else UNREADABLE
+    unreadable = "" if name in ("glm45", "glm47", "hunyuan") else UNREADABLE
     yield "nothing inside", around(""), unreadable
     yield "only white space", around("  \n "), unreadable
     yield "no closing", good[: good.rindex(markers.close)], NOT_CLOSED
@@ -94,6 +98,21 @@ def test_a_broken_call_is_malformed_and_says_why(name, kind, text, problem):
     assert [type(call) for call in calls][-1:] == [MalformedCall]
     assert problem in calls[-1].problem
     assert not any(isinstance(call, ToolCall) for call in calls)
+
+
+def test_markers_are_spelt_as_the_models_tokenizer_has_them():
+    """SGLang's server makes its parser with the tokenizer; here with a model's whose markers have a suffix."""
+    key, plain = "hy3", call_text("hy3_preview", GOOD)
+    text = f"Words. {call_text(key, GOOD, OTHER)}"
+    turn = parser_of_model(key).parse(text)
+    assert [call.arguments for call in turn.calls] == [GOOD, OTHER]
+    assert turn.content == "Words."
+    server = HunyuanDetector(MODELS[key].tokenizer())
+    tools = [Tool(**schema) for schema in TOOLS.schemas]
+    assert [json.loads(call.parameters) for call in server.detect_and_parse(text, tools).calls] == [GOOD, OTHER]
+    assert server.detect_and_parse(plain, tools).calls == parser_of_model(key).parse(plain).calls == []
+    (call,) = parser_of_model(key).parse(call_text(key, GOOD).replace("</tool_call:opensource>", "</tool_call>")).calls
+    assert isinstance(call, MalformedCall)
 
 
 def test_each_parser_meets_at_least_twelve_broken_texts():

@@ -15,7 +15,7 @@ from slimrl.agent.chat.completeness import Completeness, in_message
 from slimrl.agent.chat.left_out import LeftOut
 from slimrl.agent.chat.parts import said_parts, thinking_and_words
 from slimrl.agent.chat.template import PROBE_TOOL, ChatTemplate, Messages, Schemas
-from slimrl.agent.chat.thinking import CLOSE, OPEN, opens_thinking, split_thinking
+from slimrl.agent.chat.thinking import PLAIN, opens_thinking, split_thinking, thinking_tags
 
 _QUESTION: dict[str, Any] = {"role": "user", "content": "q"}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "last words"}
@@ -62,7 +62,9 @@ class ChatFormat:
         self._questions: dict[str, str] = {}
         """Rendered question to a model for each set of tools, by their schemas as JSON"""
         self._stop_texts = [template.decode([token]) for token in stop_token_ids]
-        self.split_turn = split_channels if CHANNEL in template.reserved else split_thinking
+        self.thinking_tags = thinking_tags(template.reserved)
+        split = partial(split_thinking, tags=self.thinking_tags)
+        self.split_turn = split_channels if CHANNEL in template.reserved else split
         """Function that tells thinking and words of a turn apart"""
         self._whole = Completeness(template, self.written_turn, self._stop_texts)
 
@@ -89,7 +91,7 @@ class ChatFormat:
         if whole:
             self._whole.require_prompt(messages, schemas, text)
         header = self._header_of(text, messages, schemas)
-        return Context(tokens=self.template.encode(text), opens_thinking=opens_thinking(header))
+        return Context(tokens=self.template.encode(text), opens_thinking=self._opens_thinking(header))
 
     def require_shown(self, schemas: Schemas) -> None:
         """Raises ValueError if the template does not show a model these tools."""
@@ -161,7 +163,7 @@ class ChatFormat:
         first, *tokens = self.template.encode(text[position:])
         assert first == last_token or end == END, "a token that ends a turn is split from what follows"
         by_tool = messages[-1]["role"] == "tool"
-        opens = self.opens_thinking_after_results if by_tool else opens_thinking(self._header)
+        opens = self.opens_thinking_after_results if by_tool else self._opens_thinking(self._header)
         return Context(tokens=tokens, opens_thinking=opens)
 
     @cached_property
@@ -191,7 +193,7 @@ class ChatFormat:
     def opens_thinking_after_results(self) -> bool:
         """Whether the header after a tool's result opens thinking."""
         _, text = self._one_call
-        return opens_thinking(text[text.rindex(_RESULT) :])
+        return self._opens_thinking(text[text.rindex(_RESULT) :])
 
     def written_turn(self, messages: Messages, schemas: Schemas) -> str:
         """The text that a policy would write to get the last message, an assistant's, with the end of the turn.
@@ -280,12 +282,19 @@ class ChatFormat:
     def _refuse_tags(self, messages: Messages, schemas: Schemas, prompt: str, turn: str) -> None:
         """Raises ValueError if a tag of thinking in a text makes the turn say other words than its message."""
         thought, words = thinking_and_words(messages[-1])
-        if not any(tag in text for tag in (OPEN, CLOSE) for text in (thought, words)):
+        # Others than the plain ones are not what a message may begin with in place of `reasoning_content`.
+        own = self.split_turn is split_channels or self.thinking_tags != PLAIN
+        text = messages[-1].get("content") or "" if own else words
+        tags = (*PLAIN, *self.thinking_tags)
+        if not any(tag in thought or tag in text for tag in tags):
             return
         header = self._header_of(prompt, messages[:-1], schemas)
-        said = self.split_turn(turn, opened=opens_thinking(header))
+        said = self.split_turn(turn, opened=self._opens_thinking(header))
         if (said.thinking or "").strip() != thought or words not in said.answer:
-            raise ValueError(f"its text holds {OPEN!r} or {CLOSE!r}, which the model reads as the bounds of thinking")
+            raise ValueError(
+                f"its text holds {PLAIN.open!r} or {PLAIN.close!r}, so that the model would read other bounds of "
+                "thinking than it has; thinking stands in `reasoning_content`"
+            )
 
     def _followed(self, calls: Sequence[CallName], messages: Messages, schemas: Schemas) -> tuple[int, str]:
         """The end of a turn's words in a rendered conversation, and the text, up to the header of the next turn."""
@@ -338,6 +347,9 @@ class ChatFormat:
     def _first_stop(self, text: str) -> str | None:
         stops = [stop for stop in self._stop_texts if stop in text]
         return min(stops, key=text.index, default=None)
+
+    def _opens_thinking(self, header: str) -> bool:
+        return opens_thinking(header, self.thinking_tags)
 
     def _stop_text(self, token: int) -> str:
         """What the template writes of a token that ended a turn, once the turn is over."""

@@ -167,8 +167,32 @@ class ChatTemplate:
                 return as_text, silence
         return False, ""
 
+    @cached_property
+    def _takes_thinking_as(self) -> str:
+        """The key of a message's thinking that the template reads: gpt-oss's is `thinking`."""
+        question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+        for key in ("reasoning_content", "thinking"):
+            try:
+                if _VALUE in self._apply([question, {**answer, key: _VALUE}], None, tokenize=False):
+                    return key
+            except ValueError:
+                continue
+        return "reasoning_content"
+
+    @cached_property
+    def _takes_words_beside_thinking(self) -> bool:
+        """Whether a turn with a call may have words and thinking: gpt-oss's template has one place for both."""
+        arguments = json.dumps({_KEY: _VALUE}) if self._takes_calls[0] else {_KEY: _VALUE}
+        turn = {**_call(arguments, "words"), self._takes_thinking_as: "thinking"}
+        try:
+            self._apply([{"role": "user", "content": "q"}, turn], [PROBE_TOOL], tokenize=False)
+        except ValueError:
+            return False
+        return True
+
     def _as_taken(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages with each call's arguments as the template wants them, whichever way they are given.
+        """The messages with each call's arguments as the template wants them, whichever way they are given, and with
+        thinking under the key that it reads.
 
         No content is an empty one, as SGLang's server makes it: templates that join texts would write None. Other keys
         that are null, and lists without calls, are as if they were not there: templates ask for some of them by name.
@@ -177,9 +201,14 @@ class ChatTemplate:
         for message in messages:
             changed = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
             changed.setdefault("content", "")
+            if "reasoning_content" in changed:
+                changed.setdefault(self._takes_thinking_as, changed["reasoning_content"])
             if calls := message.get("tool_calls"):
                 changed["tool_calls"] = [self._with_own_arguments(call) for call in calls]
                 changed["content"] = changed["content"] or self._takes_calls[1]
+                key = self._takes_thinking_as
+                if changed["content"] and changed.get(key) and not self._takes_words_beside_thinking:
+                    changed[key], changed["content"] = f"{changed[key]}\n{changed['content']}", ""
             taken.append(changed)
         return taken
 

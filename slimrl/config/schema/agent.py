@@ -225,9 +225,9 @@ class AgentConfig:
     """Import path `module:function` of a function that is called for each trajectory instead of a command."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     parser: str = ""
-    """Format of tool calls: a parser of SGLang by its name there (`qwen25`, `deepseekv31`, `glm45`, `kimi_k2`), or the
-    import path `module:name` of a function or class that returns a `Parser` (slimrl.api); empty for the one of the
-    model's family that reads what the chat template writes. docs/chat.md has a table."""
+    """Format of tool calls: a parser of SGLang by its name there (`qwen25`, `deepseekv31`, `glm45`, `kimi_k2`),
+    `harmony`, or the import path `module:name` of a function or class that returns a `Parser` (slimrl.api); empty for
+    the one of the model's family that reads what the chat template writes. docs/chat.md has a table."""
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a turn; null for the model's: `eos_token_id` of generation_config.json, else of config.json, else
     the tokenizer's."""

@@ -11,7 +11,7 @@ from slimrl.agent.chat.template import PROBE_TOOL, ChatTemplate, Schemas
 from slimrl.agent.chat.tokenizer import load_tokenizer
 from slimrl.agent.chat.tool_prompts import tool_prompt
 from slimrl.agent.dialogue import Dialogues
-from slimrl.agent.parsers import NoCalls, Parser, ToolCall, make_parser
+from slimrl.agent.parsers import NoCalls, Parser, ToolCall, make_parser, marker_tokens
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.config.load import LoadedRecipe
@@ -99,10 +99,11 @@ def load_parser(name: str, folder: Path, chat: ChatFormat, schemas: Schemas) -> 
     if PROBE_TOOL["function"]["name"] not in written:
         raise ValueError("the chat template writes no tool calls; name another in model.chat_template, or no tools")
     candidates = (name,) if name else _family_parsers(folder)
+    tokens = marker_tokens(chat.template.reserved)
     for candidate in candidates:
-        calls = make_parser(candidate, [PROBE_TOOL]).parse(written).calls
+        calls = make_parser(candidate, [PROBE_TOOL], tokens).parse(written).calls
         if len(calls) == 1 and isinstance(calls[0], ToolCall):
-            return BoundedParser(candidate, schemas)
+            return BoundedParser(candidate, schemas, tokens)
     tried = ", ".join(candidates)
     raise ValueError(f"{tried}: does not read the calls that the chat template writes, such as {written!r}")
 
