@@ -86,6 +86,7 @@ MORE_FAMILIES = [
     "deepseek_v32",
     "qwen3_next_mixed",
     "qwen3_5",
+    "gpt_oss",
     "qwen3_moe_mixed",
 ]
 
@@ -145,7 +146,9 @@ def peft_gradients(model, experts: int) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek_v3", "gpt_oss"))]
+)
 def test_every_adapter_gets_the_gradient_that_peft_gives_it(tmp_path, name):
     path, folder = small_model(name, tmp_path / "model"), tmp_path / "adapter"
     ((before, after),) = run_ranks(one_update, 1, str(path))
