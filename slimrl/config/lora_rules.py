@@ -8,7 +8,6 @@ from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.trainer import LoraConfig
-from slimrl.config.wrapper import wrapper_of
 
 ALL_LINEAR = "all-linear"
 """Word for every linear layer below that the model has."""
@@ -99,16 +98,10 @@ def lora_model_warnings(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[V
 
 
 def lora_model_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    """Targets that this model has not, or has fused; a wrapped model."""
+    """Targets that this model has not, or has fused."""
     lora, key = recipe.trainer.lora, "trainer.lora.targets"
     if not lora.rank:
         return
-    if wrapper := wrapper_of(hf_config):
-        yield (
-            "trainer.lora.rank",
-            f"{lora.rank}: adapters have the names of the text model, and PEFT would look for those of a "
-            f"{wrapper.model_type}. Use 0.",
-        )
     for name in lora.targets:
         if name in LINEAR_LAYERS and name not in linear_layers(hf_config):
             wrong = f"the model has no {name}. It has"

@@ -8,6 +8,7 @@ and a B for each, so adapters are those of PEFT, one by one. Where W is sharded 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from slimrl.config.wrapper import Wrapper
 from slimrl.models.weight_map import HfTensor, Rule, WeightMap
 
 ADAPTERS = "adapters"
@@ -33,25 +34,30 @@ def adapted_tensors(rule: Rule, targets: Collection[str]) -> tuple[HfTensor, ...
     return tuple(tensor for tensor in rule.hf if tensor.name.endswith(".weight") and layer_name(tensor) in targets)
 
 
-def adapter_map(weight_map: WeightMap, targets: Collection[str], rank: int) -> WeightMap:
+def adapter_map(
+    weight_map: WeightMap, targets: Collection[str], rank: int, wrapper: Wrapper | None = None
+) -> WeightMap:
     """The adapters of a model, in the order of its weights, A before B, under the names that PEFT gives them.
 
     Args:
         targets: names of linear layers, from `adapter_targets`.
+        wrapper: kind of the wrapped model whose text model this is; PEFT finds its layers by the checkpoint's names.
     """
     return WeightMap(
         [
             adapter
             for rule in weight_map.rules
             for tensor in adapted_tensors(rule, targets)
-            for adapter in _adapter_rules(rule, tensor, rank)
+            for adapter in _adapter_rules(rule, tensor, rank, wrapper)
         ]
     )
 
 
-def _adapter_rules(rule: Rule, tensor: HfTensor, rank: int) -> Iterator[Rule]:
+def _adapter_rules(rule: Rule, tensor: HfTensor, rank: int, wrapper: Wrapper | None) -> Iterator[Rule]:
     rows, columns = tensor.shape
     layer = tensor.name.removesuffix(".weight")
+    if wrapper is not None:
+        layer = wrapper.stored_name(layer)
     dim = None if rule.shard is None else rule.shard.dim
     for letter, shape, sharded in (("A", (rank, columns), dim == 1), ("B", (rows, rank), dim == 0)):
         yield Rule(

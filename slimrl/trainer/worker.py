@@ -11,6 +11,7 @@ from slimrl.config.alignment import tile_tokens
 from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema.algorithm import RoutingReplay
 from slimrl.config.schema.trainer import TrainerConfig
+from slimrl.config.wrapper import wrapper_of
 from slimrl.models.adapters import adapter_map
 from slimrl.models.architecture import architecture_of, check_architecture, trained_architecture, weights_folder
 from slimrl.models.family import family_of
@@ -150,7 +151,8 @@ class TrainerWorker:
         targets = adapter_targets(self.lora, self.hf_config)
         if not targets:
             return None
-        adapters = adapter_map(model_weight_map(self.chunks, self.family, self.hf_config), targets, self.lora.rank)
+        weight_map = model_weight_map(self.chunks, self.family, self.hf_config)
+        adapters = adapter_map(weight_map, targets, self.lora.rank, wrapper_of(self.hf_config))
         source = MegatronWeightSource(self.chunks, self.family, self.hf_config, self.dtype, adapters=adapters)
         config = peft_config(self.lora, adapters.hf_tensors, self.hf_config, str(self.model_path))
         return ExportedAdapters(source=source, config=config)

@@ -1,6 +1,7 @@
 """A model with adapters is the one that transformers and PEFT make of its export: logits, gradients, merged weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from small_models import num_experts, small_model
 from trainer_cases import packed_batches, sequences, token_cross_entropy, trainer_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from weight_cases import join
+from wrapped_models import wrapped_model
 
 from slimrl.config.schema.trainer import OptimizerConfig
 from slimrl.models.hf_config import read_hf_config
@@ -37,10 +39,10 @@ def logprobs(worker: TrainerWorker, budget_tokens: int) -> dict[int, np.ndarray]
     return found
 
 
-def train_and_export(rank, num_ranks, port, path, out, layout):
+def train_and_export(rank, num_ranks, port, path, out, layout, lora=LORA):
     """Log-probs with and without the adapters, by sequence, of a model that made three updates and was exported."""
     optimizer = OptimizerConfig(lr=3e-2)
-    trainer = trainer_config(num_ranks, **layout, lora=LORA, optimizer=optimizer)
+    trainer = trainer_config(num_ranks, **layout, lora=lora, optimizer=optimizer)
     worker = TrainerWorker(
         trainer, Path(path), seed=1, rank=rank, world_size=num_ranks, meeting=f"tcp://127.0.0.1:{port}",
         total_updates=3,
@@ -99,6 +101,35 @@ def test_peft_loads_the_exported_adapters_and_computes_what_the_trainer_does(tmp
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert_equal_logprobs([base for _, base in parts], before := transformers_logprobs(base))
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert_equal_logprobs([adapted for adapted, _ in parts], after := transformers_logprobs(merged))
+    assert max(abs(after[number] - before[number]).max() for number in after) > 0.05
+    loaded = PeftModel.from_pretrained(base, out / "adapter")
+    assert_equal_logprobs([adapted for adapted, _ in parts], transformers_logprobs(loaded))
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+WRAPPED_CASES = [
+    ("qwen3_vl", ("all-linear",)),
+    ("qwen3_vl_moe", ATTENTION),
+    ("qwen3_5_wrapped", ("all-linear",)),
+    ("qwen3_5_moe_wrapped", ATTENTION),
+    ("kimi_k25", LATENT),
+]
+"""Kind of a wrapped model, and targets. PEFT does not know the experts of these models."""
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [case if case[0] == "qwen3_vl" else pytest.param(*case, marks=pytest.mark.full) for case in WRAPPED_CASES],
+)
+def test_peft_loads_the_adapters_of_a_wrapped_model_into_transformers_multimodal_class(tmp_path, name, targets):
+    path, out = wrapped_model(name, tmp_path / "model"), tmp_path / "out"
+    lora = replace(LORA, targets=list(targets))
+    parts = run_ranks(train_and_export, 2, str(path), str(out), {}, lora, timeout_s=200)
+    base = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    assert_equal_logprobs([base for _, base in parts], before := transformers_logprobs(base))
+    merged = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
     assert_equal_logprobs([adapted for adapted, _ in parts], after := transformers_logprobs(merged))
     assert max(abs(after[number] - before[number]).max() for number in after) > 0.05
     loaded = PeftModel.from_pretrained(base, out / "adapter")

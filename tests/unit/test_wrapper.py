@@ -20,9 +20,11 @@ from slimrl.config.hf_config import read_hf_config, write_hf_config
 from slimrl.config.load import read_recipe
 from slimrl.config.wrapper import WRAPPED_IN, stored_config, text_config, wrapper_of
 from slimrl.data.model_weights import TensorSpec
+from slimrl.models.adapters import adapter_map
 from slimrl.models.engine_slice import EngineShape
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import BLOCK_FP8, plain_config, published_config
+from slimrl.models.published_index import published_tensors
 from slimrl.models.wrapped_layout import WrappedLayout
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.toys.wrapped_toys import WRAPPED_TOYS
@@ -223,11 +225,17 @@ def test_stacked_scales_that_do_not_fit_their_matrices_are_refused():
         layout(2, 3, 2)
 
 
-def test_adapters_of_a_wrapped_model_are_refused():
+def test_adapters_of_a_wrapped_model_are_named_as_its_checkpoint_names_their_layers():
     config = published_config("Qwen3-VL-8B")
-    assert wrapper_of(config) is not None
     words = ["trainer.lora.rank=8", "model.path=models/Qwen3-VL-8B"]
     loaded, _ = read_recipe("recipes/qwen3/qwen3_8b_gspo.yaml", words, "train")
     assert loaded is not None
-    found = {problem.key: problem.message for problem in check_recipe(loaded.recipe, config, "train")}
-    assert "PEFT would look for those of a qwen3_vl. Use 0." in found["trainer.lora.rank"]
+    assert not [problem for problem in check_recipe(loaded.recipe, config, "train") if "lora" in problem.key]
+    weight_map = family_of(config).weight_map(config)
+    stored = {
+        name.rpartition(".lora_")[0] for name in adapter_map(weight_map, ["q_proj"], 8, wrapper_of(config)).hf_tensors
+    }
+    released = published_tensors("Qwen3-VL-8B")
+    assert stored == {
+        f"base_model.model.{name.removesuffix('.weight')}" for name in released if name.endswith(".q_proj.weight")
+    }
