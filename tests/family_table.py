@@ -77,6 +77,17 @@ def _wrapped() -> list[str]:
     return [_row(name) for name in wrapped_models.WRAPPED]
 
 
+def _sent_over_every_transport() -> list[str]:
+    """By the first test over two transports, by one of the others over those with folders."""
+    folders = {
+        *cases("test_resync", "test_an_engine_computes_with_the_versions_of_a_disk"),
+        *cases("test_resync_drafts", "test_every_transport_brings_the_trained_layers_to_the_draft_model"),
+    }
+    return [
+        name for name in cases("test_resync", "test_an_engine_computes_with_what_the_trainer_sent") if name in folders
+    ]
+
+
 def _published_in_fp8() -> list[str]:
     from test_published_models import config_of
 
@@ -93,9 +104,17 @@ def _templates() -> list[str]:
 ENGINE = parametrised(
     "engine", "test_engine_ranks", "test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights"
 )
-RESYNC = parametrised("resync", "test_resync", "test_an_engine_computes_with_what_the_trainer_sent")
 DRAFTS = parametrised(
     "drafts", "test_resync_drafts", "test_every_transport_brings_the_trained_layers_to_the_draft_model"
+)
+RESYNC = Column(
+    title="resync",
+    tests=(
+        "test_resync: test_an_engine_computes_with_what_the_trainer_sent",
+        "test_resync: test_an_engine_computes_with_the_versions_of_a_disk",
+        *DRAFTS.tests,
+    ),
+    rows=lambda: [_row(name) for name in _sent_over_every_transport()],
 )
 RUN = parametrised("run", "test_run_families", "test_a_run_trains_what_its_engines_serve")
 COLUMNS = (

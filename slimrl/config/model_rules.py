@@ -14,12 +14,10 @@ from slimrl.config.hf_config import (
     num_experts,
     num_kv_heads,
     shared_columns,
-    stacks_experts,
 )
 from slimrl.config.load import trains
 from slimrl.config.problems import Violation, fitting_text
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.trainer import ParallelConfig
 
 UNEVEN_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -50,8 +48,6 @@ def model_violations(recipe: Recipe, hf_config: dict[str, Any], command: str) ->
         yield from _positions(hf_config, "sft.max_tokens", recipe.sft.max_tokens)
     elif command != "export":
         yield from engine_violations(recipe, hf_config)
-        if trains(command):
-            yield from _transport(recipe, hf_config)
         # A context_length in the recipe says that the author knows better.
         if "context_length" not in recipe.rollout.sglang:
             yield from _positions(hf_config, "rollout.max_trajectory_tokens", recipe.rollout.max_trajectory_tokens)
@@ -267,16 +263,6 @@ def engine_violations(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Vio
     if experts and not tp % ep and columns % (tp // ep):
         use = fitting_text(tp, tp_fits, heads)
         yield key, f"{tp // ep} does not divide the model's {columns} columns of an expert.{use}"
-
-
-def _transport(recipe: Recipe, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    transport = recipe.resync.transport
-    if stacks_experts(hf_config) and transport in (TransportName.disk, TransportName.delta):
-        yield (
-            "resync.transport",
-            f"{transport.value}: versions hold each expert by itself, and SGLang reads files of this model with all "
-            "experts of a layer in one tensor. Use ipc or collective.",
-        )
 
 
 def _positions(hf_config: dict[str, Any], key: str, tokens: Any) -> Iterator[Violation]:

@@ -57,7 +57,6 @@ def test_another_architecture_is_refused(change, said):
             ["rollout.engine_ep=4"],
             "rollout.engine_ep: 4: SGLang loads the experts of this model into engines that have",
         ),
-        (["resync.transport=disk", "resync.dir=x"], "resync.transport: disk: versions hold each expert by itself"),
         (
             ["trainer.lora.rank=8", "trainer.lora.targets=[gate_proj]"],
             "trainer.lora.targets: the model has no gate_proj",

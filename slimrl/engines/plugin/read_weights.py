@@ -4,6 +4,8 @@
   SGLang is told that the model is not quantised.
 - Of a wrapped model whose stacked experts have another order than the released ones: the text model's weights, one
   matrix for each expert, with its scales in block FP8.
+- Of a model whose experts SGLang loads in stacks alone: a version of a resync, which holds each expert by itself, in
+  stacks.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +28,8 @@ def around_weights_iterator(original: Callable[..., Any], loader: Any, source: A
         return _read(path, str(source.model_config.dtype).removeprefix("torch."), source.prefix)
     if _is_stacked_otherwise(path):
         return _read(path, None, source.prefix)
+    if _is_apart(path):
+        return _read_in_stacks(path, source.prefix)
     return original(loader, source, **kwargs)
 
 
@@ -50,3 +54,29 @@ def _read(path: Path, dtype: str | None, prefix: str) -> "Iterator[tuple[str, Te
     with open_hf_checkpoint(path, dtype) if dtype else open_stored(path) as folder:
         for name in folder.specs:
             yield prefix + name, read_whole(folder, name)
+
+
+def _is_apart(path: Path) -> bool:
+    from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+    from slimrl.config.hf_config import stacks_experts
+    from slimrl.models.family import family_of
+    from slimrl.models.hf_config import read_hf_config
+
+    config = read_hf_config(path)
+    if not stacks_experts(config):
+        return False
+    with SafetensorsFolder(path) as folder:
+        return family_of(config).weight_map(config).stacked.keys() <= folder.specs.keys()
+
+
+def _read_in_stacks(path: Path, prefix: str) -> "Iterator[tuple[str, Tensor]]":
+    from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
+    from slimrl.checkpoints.stacked_experts import read_each, stacked_tensors
+    from slimrl.models.family import family_of
+    from slimrl.models.hf_config import read_hf_config
+
+    config = read_hf_config(path)
+    with SafetensorsFolder(path) as folder:
+        specs = list(folder.specs.values())
+        for name, tensor in stacked_tensors(family_of(config).weight_map(config), specs, read_each(folder, specs)):
+            yield prefix + name, tensor
