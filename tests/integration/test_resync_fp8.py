@@ -41,6 +41,7 @@ SPOILED = "model.layers.1.mlp.experts.3.down_proj.weight"
 BOUND = 6
 """Versions in which a sample of each finds what is wrong"""
 TIMEOUT_S = 60.0
+DENSE = ["trainer.parallel.expert=1", "rollout.routed_experts=false"]
 
 
 class SpoilingTransport(IpcTransport):
@@ -135,14 +136,23 @@ def test_one_corrupted_element_is_named_by_full_at_once_and_by_sampled_within_it
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe_wrapped"])
-def test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_moe", []),
+        ("qwen3_vl", DENSE),
+        ("qwen3_vl_moe", []),
+        ("qwen3_5_wrapped", DENSE),
+        ("qwen3_5_moe_wrapped", []),
+    ],
+)
+def test_a_run_trains_plain_weights_for_engines_of_a_quantised_checkpoint(tmp_path, family, settings):
     workspace = make_workspace(tmp_path, family)
     with open_stored(tmp_path / "model") as plain:
         write_checkpoint(quantization(plain, (16, 16), []), tmp_path / "fp8", resume=False)
-    settings = [f"model.path={tmp_path / 'fp8'}", "steps=2", "resync.verify=full", "algorithm.max_logprob_mismatch=0.5"]
-    settings.append("agent.parser=qwen25")
-    succeed("train", str(RECIPES / "gspo_calculator.yaml"), *workspace.overrides(*settings), timeout_s=400)
+    common = [f"model.path={tmp_path / 'fp8'}", "steps=2", "resync.verify=full", "algorithm.max_logprob_mismatch=0.5"]
+    overrides = workspace.overrides(*common, "agent.parser=qwen25", *settings)
+    succeed("train", str(RECIPES / "gspo_calculator.yaml"), *overrides, timeout_s=400)
     folder = workspace.run_folder("gspo")
     lines = read_metrics(folder.metrics)
     assert [line["step"] for line in lines] == [0, 1, 2]
