@@ -95,7 +95,7 @@ def _written(model: Model, *messages: dict, shown: bool = False) -> str | None:
 
 def _called(model: Model, *, content: str | None = "", number: int = 0, **parts) -> dict:
     """A turn with a call, its arguments in the form that the template takes."""
-    arguments = json.dumps(_ARGUMENTS) if model.calls.startswith("deepseek") or not model.calls else _ARGUMENTS
+    arguments = json.dumps(_ARGUMENTS) if model.calls in ("", "deepseekv3", "deepseekv31") else _ARGUMENTS
     call = {"id": f"functions.f:{number}", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": content, "tool_calls": [call], **parts}
 

@@ -65,7 +65,7 @@ class Model:
     like: str
     model_type: str
     file: str
-    """Its template in tests/templates"""
+    """Its template, by its path in tests/templates"""
     tokens: tuple[str, ...]
     """Reserved tokens; empty for DeepSeek's own tokenizer."""
     stops: tuple[str, ...]
@@ -127,6 +127,8 @@ _HY = {"model_type": "hy_v3", "tokens": _HY_TOKENS, "stops": ("<｜hy_eos:openso
 _HY_PREVIEW = {**_HY, "tokens": _HY_PREVIEW_TOKENS, "stops": ("<｜hy_eos｜>",), "calls": "hunyuan_preview"}
 _DEEPSEEK = {"model_type": "deepseek_v3", "tokens": (), "stops": ("<｜end▁of▁sentence｜>",)}
 _V3 = {**_DEEPSEEK, "parser": "deepseekv3", "calls": "deepseekv3", "tool_prompt": "deepseek_v3"}
+_V32 = {**_DEEPSEEK, "model_type": "deepseek_v32", "parser": "deepseekv32", "calls": "deepseekv32",
+        "tool_prompt": "deepseek_v32", "file": "../../recipes/deepseek_v32/chat_template.jinja"}  # fmt: skip
 _V31 = {**_DEEPSEEK, "parser": "deepseekv31", "calls": "deepseekv31", "tool_prompt": "deepseek_v31"}
 _KIMI = {"model_type": "kimi_k2", "tokens": _KIMI_TOKENS, "stops": ("<|im_end|>",), "parser": "kimi_k2",
          "calls": "kimi_k2"}  # fmt: skip
@@ -190,6 +192,10 @@ MODELS = {
     "deepseek_v31_think": Model(
         like="DeepSeek-V3.1, thinking=true", file="deepseek_v31.jinja", kwargs={"thinking": True}, rewrites=True,
         thought="{}</think>", thought_after_results="", **_V31,
+    ),
+    "deepseek_v32": Model(like="DeepSeek-V3.2", **_V32),
+    "deepseek_v32_think": Model(
+        like="DeepSeek-V3.2, thinking=true", kwargs={"thinking": True}, thought="{}</think>", **_V32
     ),
     "moonlight": Model(
         like="Moonlight-Instruct", file="moonlight.jinja",

@@ -36,7 +36,7 @@ TOOLS = ToolBox([make_tool(add)])
 
 PLAYED = [key for key, model in MODELS.items() if model.calls]
 """Models that write calls"""
-TEXT_ARGUMENTS = {key for key, model in MODELS.items() if model.calls.startswith("deepseek")}
+TEXT_ARGUMENTS = {key for key, model in MODELS.items() if model.calls in ("deepseekv3", "deepseekv31")}
 """Models whose templates take arguments as JSON text."""
 
 
@@ -107,6 +107,16 @@ def _deepseekv31(calls, first_id: int) -> str:
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
+def _deepseekv32(calls, first_id: int) -> str:
+    pairs = (
+        "".join(f'<｜DSML｜parameter name="{k}" string="{str(isinstance(v, str)).lower()}">{v}</｜DSML｜parameter>\n'
+                for k, v in arguments.items())
+        for arguments in calls
+    )  # fmt: skip
+    inner = "".join(f'<｜DSML｜invoke name="add">\n{pair}</｜DSML｜invoke>\n' for pair in pairs)
+    return f"\n\n<｜DSML｜function_calls>\n{inner}</｜DSML｜function_calls>"
+
+
 def _kimi_k2(calls, first_id: int) -> str:
     inner = "".join(
         f"<|tool_call_begin|>functions.add:{number}<|tool_call_argument_begin|>{text}<|tool_call_end|>"
@@ -143,7 +153,8 @@ def _llama3(calls, first_id: int) -> str:
 
 
 WRITTEN_CALLS = {"json": _json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "glm47": _glm47,
-                 "deepseekv3": _deepseekv3, "deepseekv31": _deepseekv31, "kimi_k2": _kimi_k2,
+                 "deepseekv3": _deepseekv3, "deepseekv31": _deepseekv31, "deepseekv32": _deepseekv32,
+                 "kimi_k2": _kimi_k2,
                  "minimax_m2": _minimax_m2, "hunyuan": _hunyuan, "hunyuan_preview": partial(_hunyuan, suffix=""),
                  "harmony": _harmony, "llama3": _llama3}  # fmt: skip
 

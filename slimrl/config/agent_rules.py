@@ -16,7 +16,7 @@ from slimrl.config.schema.agent import AgentConfig, HistoryMode, SandboxBackend
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.types import MODULE_FUNCTION
 
-TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31")
+TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31", "deepseek_v32")
 """Published prompts that tell a model its tools (slimrl/agent/chat/tool_prompts.py)"""
 HARMONY = "harmony"
 """slimrl's own parser, of gpt-oss's calls"""

@@ -19,12 +19,11 @@ TINY = RECIPES / "tiny_moe" / "gspo_calculator.yaml"
 CALCULATOR = "agent.tools=[slimrl.agent.calculator:calculator]"
 
 KIND_OF_MODEL = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "glm4_moe": "glm45", "glm4_moe_lite": "glm47_flash",
-                 "glm_moe_dsa": "glm52", "deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "hy_v3": "hy3",
-                 "minimax_m2": "minimax_m2", "olmoe": "olmoe", "gpt_oss": "gpt_oss",
+                 "glm_moe_dsa": "glm52", "deepseek_v3": "deepseek_v3", "deepseek_v32": "deepseek_v32",
+                 "kimi_k2": "kimi_k2", "hy_v3": "hy3", "minimax_m2": "minimax_m2", "olmoe": "olmoe",
+                 "gpt_oss": "gpt_oss",
                  "qwen3_next": "qwen3_instruct", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35"}  # fmt: skip
 """`model_type` -> the template that its recipe's model has."""
-WITHOUT_TEMPLATE = ("deepseek_v32",)
-"""DeepSeek-V3.2 has none, it encodes in Python."""
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +57,6 @@ def test_each_shipped_recipe_is_shown_with_its_models_template(recipe, folder_of
     if key != "smollm2" and "tiny_moe" not in str(recipe):
         loaded = load_recipe(recipe, [], intended_command(recipe, []))
         model_type = config_for_planning(Path(loaded.recipe.model.path))[0]["model_type"]
-        if model_type in WITHOUT_TEMPLATE:
-            pytest.skip(f"tests/templates has none of a {model_type}")
         key = KIND_OF_MODEL[model_type]
     conversation = {
         "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho."}],

@@ -140,8 +140,9 @@ def test_the_recipes_names_are_those_of_the_published_prompts():
 def test_a_setting_that_shows_no_tools_is_refused_by_config_check(setting):
     result = CliRunner().invoke(app, ["config", "check", str(TINY), f"agent.tool_prompt={setting}"])
     assert result.exit_code == 1
-    assert f"agent.tool_prompt: {setting!r} is neither deepseek_v3, deepseek_v31, nor a text with {{tools}}" in (
-        result.output.replace("\n", " ")
+    assert (
+        f"agent.tool_prompt: {setting!r} is neither deepseek_v3, deepseek_v31, deepseek_v32, nor a text with {{tools}}"
+        in (result.output.replace("\n", " "))
     )
 
 

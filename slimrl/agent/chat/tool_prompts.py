@@ -1,17 +1,25 @@
 """What a system message says of the tools, for models whose chat template does not show them (`agent.tool_prompt`).
 
 deepseek_v31: as the model card of DeepSeek-V3.1 has it under "ToolCall". deepseek_v3: as that of DeepSeek-V2.5 has it
-under "Function calling", which that of DeepSeek-V3-0324 refers to.
+under "Function calling", which that of DeepSeek-V3-0324 refers to. deepseek_v32: as DeepSeek-V3.2's own code has it, of
+which SGLang's server has a copy.
 """
 
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any
+
+from slimrl.config.package_fields import package_folder
 
 ToolPrompt = Callable[[Sequence[dict[str, Any]]], str]
 """Function that gives the text for these schemas."""
 
 _PLACE = "{tools}"
+_GAP = "\n\n"
+"""What stands between a system message and the prompt; DeepSeek-V3.2's begins with it, also where there is none."""
 
 
 def tool_prompt(setting: str) -> ToolPrompt | None:
@@ -25,7 +33,8 @@ def with_tools(messages: Sequence[dict[str, Any]], prompt: str) -> list[dict[str
     """The messages with the prompt at the end of the system message, or as one."""
     if messages and messages[0]["role"] == "system":
         given = messages[0]["content"]
-        return [{**messages[0], "content": f"{given}\n\n{prompt}" if given else prompt}, *messages[1:]]
+        gap = _GAP if given and not prompt.startswith(_GAP) else ""
+        return [{**messages[0], "content": f"{given}{gap}{prompt}"}, *messages[1:]]
     return [{"role": "system", "content": prompt}, *messages]
 
 
@@ -55,7 +64,29 @@ _V31_FORMAT = (
     "- For multiple tool calls, chain them directly without separators or spaces"
 )
 
-PUBLISHED: dict[str, ToolPrompt] = {"deepseek_v3": _deepseek_v3, "deepseek_v31": _deepseek_v31}
+
+def _deepseek_v32(schemas: Sequence[dict[str, Any]]) -> str:
+    shown: str = _encoding_of_v32().render_tools([schema["function"] for schema in schemas])
+    return _GAP + shown
+
+
+@cache
+def _encoding_of_v32() -> ModuleType:
+    """SGLang's copy of DeepSeek's code, without importing the rest of SGLang."""
+    path = package_folder("sglang") / "srt" / "entrypoints" / "openai" / "encoding_dsv32.py"
+    spec = importlib.util.spec_from_file_location("encoding_dsv32", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"sglang: no {path}; this version is not supported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PUBLISHED: dict[str, ToolPrompt] = {
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31,
+    "deepseek_v32": _deepseek_v32,
+}
 
 
 def _json(value: Any, indent: int | None = None) -> str:

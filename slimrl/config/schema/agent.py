@@ -234,9 +234,9 @@ class AgentConfig:
     chat_template_kwargs: dict[str, FiniteValue] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking` or `reasoning_effort`."""
     tool_prompt: str = ""
-    """What tells the policy its tools in the system message, where the chat template does not: `deepseek_v31` or
-    `deepseek_v3`, as DeepSeek publishes it, or a text with `{tools}` where the schemas go, one a line; see
-    docs/chat.md."""
+    """What tells the policy its tools in the system message, where the chat template does not: `deepseek_v31`,
+    `deepseek_v32` or `deepseek_v3`, as DeepSeek publishes it, or a text with `{tools}` where the schemas go, one a
+    line; see docs/chat.md."""
     history: HistoryMode = HistoryMode.keep
     """What the policy is shown of its earlier turns."""
     compaction: CompactionConfig = field(default_factory=CompactionConfig)
