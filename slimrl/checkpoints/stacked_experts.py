@@ -5,7 +5,7 @@ The weight map names the tensors of each expert: a matrix [out, in], or a bias. 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.data.model_weights import Region, TensorSpec
+from slimrl.models.expert_stacks import ExpertStacks, Place
 from slimrl.models.hf_config import BLOCKS_SUFFIX, MXFP4_BLOCK, SCALES_SUFFIX
 from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.mxfp4 import dequantize
@@ -33,17 +34,18 @@ class StackedFolder(CheckpointReader):
 
     def __init__(self, folder: SafetensorsFolder, weight_map: WeightMap, dtype: str) -> None:
         self.path, self.stored, self.left_out = folder.path, folder, folder.left_out
-        self._places, self._dtype = weight_map.stacked, dtype
-        stacks = {stored for stored, _ in self._places.values()}
+        self._places, self._dtype = stacks_of(weight_map).places, dtype
+        stacks = {place.stored for place in self._places.values()}
         packed = {name for name in stacks if name + BLOCKS_SUFFIX in folder.specs}
         """Names of the stacks that are in MXFP4."""
-        self.quantized = frozenset(name for name, (stored, _) in self._places.items() if stored in packed)
+        self.quantized = frozenset(name for name, place in self._places.items() if place.stored in packed)
         """Names of the tensors that are in MXFP4 on disk."""
         unread = stacks | {name + suffix for name in packed for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX)}
         self.specs = {name: spec for name, spec in folder.specs.items() if name not in unread}
         shapes = {name: self._packed_shape(name) for name in packed}
-        sizes = Counter(stored for stored, _ in self._places.values())
-        for name, (stored, _) in self._places.items():
+        sizes = Counter(place.stored for place in self._places.values())
+        for name, place in self._places.items():
+            stored = place.stored
             spec = folder.specs.get(stored)
             if stored in shapes:
                 spec = TensorSpec(name=stored, shape=shapes[stored], dtype=dtype)
@@ -64,12 +66,11 @@ class StackedFolder(CheckpointReader):
         """
         if name not in self._places:
             return self.stored.read(name, slices)
-        stored, expert = self._places[name]
-        first = slice(expert, expert + 1)
+        place = self._places[name]
         if name in self.quantized:
-            return self._read_packed(stored, (first, *slices))
-        part = self.stored.read(stored, (first, *reversed(slices)))[0]
-        return part.T.contiguous() if part.ndim == 2 else part
+            # Those are [experts, out, in].
+            return self._read_packed(place.stored, replace(place, transposed=False).region(slices))
+        return place.turned(self.stored.read(place.stored, place.region(slices))[0]).contiguous()
 
     def close(self) -> None:
         self.stored.close()
@@ -100,39 +101,15 @@ class StackedFolder(CheckpointReader):
         return values[0, :, offset : offset + columns.stop - columns.start].contiguous()
 
 
-def stacked_specs(weight_map: WeightMap, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """What files hold that store these tensors, in the order in which they are complete."""
-    stored: dict[str, TensorSpec] = {}
-    for spec in specs:
-        if spec.name not in weight_map.stacked:
-            stored[spec.name] = spec
-            continue
-        name, expert = weight_map.stacked[spec.name]
-        # Its last expert completes a stack.
-        stored.pop(name, None)
-        stored[name] = replace(spec, name=name, shape=(expert + 1, *reversed(spec.shape)))
-    return list(stored.values())
-
-
-def stacked_tensors(
-    weight_map: WeightMap, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `stacked_specs`, from these of the weight map; holds the stacks of one layer at a time."""
-    places: Mapping[str, tuple[str, int]] = weight_map.stacked
-    missing = Counter(places[spec.name][0] for spec in specs if spec.name in places)
-    sizes, stacks = dict(missing), dict[str, Tensor]()
-    for name, tensor in tensors:
-        if name not in places:
-            yield name, tensor
-            continue
-        stored, expert = places[name]
-        if stored not in stacks:
-            shape = (sizes[stored], *reversed(tensor.shape))
-            stacks[stored] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        stacks[stored][expert] = tensor.T if tensor.ndim == 2 else tensor
-        missing[stored] -= 1
-        if not missing[stored]:
-            yield stored, stacks.pop(stored)
+def stacks_of(weight_map: WeightMap) -> ExpertStacks:
+    """How files hold the tensors of a weight map."""
+    tensors, sizes = weight_map.hf_tensors, Counter(stored for stored, _ in weight_map.stacked.values())
+    places = {
+        name: Place(stored=stored, expert=expert, transposed=True)
+        for name, (stored, expert) in weight_map.stacked.items()
+    }
+    shapes = {place.stored: (sizes[place.stored], *reversed(tensors[name].shape)) for name, place in places.items()}
+    return ExpertStacks(places, shapes)
 
 
 def restacked(
@@ -143,16 +120,13 @@ def restacked(
     Args:
         produce: makes some of `specs`, whole, in the order of its argument.
     """
-    members: dict[str, list[TensorSpec]] = {}
-    for spec in specs:
-        stored, _ = weight_map.stacked.get(spec.name, (spec.name, 0))
-        members.setdefault(stored, []).append(spec)
+    stacks = stacks_of(weight_map)
 
     def produce_stored(group: Sequence[TensorSpec]) -> Tensors:
-        own = [member for spec in group for member in members[spec.name]]
-        return stacked_tensors(weight_map, own, produce(own))
+        own = stacks.pieces(group, specs)
+        return stacks.stored_tensors(own, produce(own))
 
-    return stacked_specs(weight_map, specs), produce_stored
+    return stacks.stored_specs(specs), produce_stored
 
 
 def read_each(reader: CheckpointReader, group: Iterable[TensorSpec]) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_blocks
 from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
 from slimrl.data.model_weights import TensorSpec
-from slimrl.models.wrapped_layout import Place, WrappedLayout
+from slimrl.models.expert_stacks import Place
+from slimrl.models.wrapped_layout import WrappedLayout
 
 
 class WrappedFolder(CheckpointReader):
@@ -35,9 +36,7 @@ class WrappedFolder(CheckpointReader):
         """
         place = self.layout.places[name]
         part = self.stored.read(place.stored, place.region(slices))
-        if place.expert is None:
-            return part
-        return part[0].T.contiguous() if place.transposed else part[0]
+        return part if place.expert is None else place.turned(part[0]).contiguous()
 
     def leave_out(self, reasons: Mapping[str, str]) -> None:
         """Remove tensors from `specs`; they can still be read. `reasons`: name -> why."""

@@ -3,54 +3,29 @@
 A checkpoint may hold all experts of a layer in two tensors; the text model's family has three matrices per expert.
 The stacked ones are [experts, in, out] in released Qwen3-VL-MoE, [experts, out, in] where transformers 5 saved them.
 In block FP8 scales are stacked as their matrices are. The layout is that of one checkpoint, so what is written has the
-form of its source. Torch-free but for tensors.
+form of its source.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from math import prod
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from slimrl.config.hf_config import expert_columns
 from slimrl.config.wrapper import Stacking, wrapper_of
-from slimrl.data.model_weights import Region, TensorSpec
+from slimrl.data.model_weights import TensorSpec
+from slimrl.models.expert_stacks import ExpertStacks, Place
 from slimrl.models.hf_config import FP8_BLOCK, SCALE_SUFFIX
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _STACKED = re.compile(rf"(.+\.experts)\.(gate_up_proj|down_proj)({SCALE_SUFFIX})?")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacked tensor -> the matrices in it, one behind the other along their outputs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place of a text model's tensor in a checkpoint: a whole tensor, or one expert's matrix in a stacked one."""
-
-    stored: str
-    expert: int | None = None
-    first: int = 0
-    """Index in the stored tensor of the matrix's first output"""
-    transposed: bool = False
-    """Whether the stored matrices are [in, out]"""
-
-    def region(self, slices: Region) -> Region:
-        """The region of the stored tensor that holds a region of the matrix."""
-        if self.expert is None:
-            return slices
-        rows, columns = slices
-        outputs = slice(rows.start + self.first, rows.stop + self.first)
-        matrix = (columns, outputs) if self.transposed else (outputs, columns)
-        return (slice(self.expert, self.expert + 1), *matrix)
-
-
-class WrappedLayout:
+class WrappedLayout(ExpertStacks):
     """
     Args:
         hf_config: of a wrapped model.
@@ -63,14 +38,12 @@ class WrappedLayout:
     def __init__(self, hf_config: Mapping[str, Any], stored: Mapping[str, TensorSpec]) -> None:
         wrapper = wrapper_of(hf_config)
         assert wrapper is not None, "the config is of no wrapped model"
+        super().__init__({}, {})
         self._wrapper = wrapper
         self.carried = {name: spec for name, spec in stored.items() if name.startswith(wrapper.carried)}
         """Tensors of other modalities, by their names in the checkpoint."""
-        self.places: dict[str, Place] = {}
-        """Place of each tensor of the text model, by the family's name."""
         self.specs: dict[str, TensorSpec] = {}
         """Specs of the same; what is neither the text model's nor carried keeps its name."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
         stacked: list[tuple[re.Match[str], TensorSpec]] = []
         for name, spec in stored.items():
             if name in self.carried:
@@ -104,54 +77,6 @@ class WrappedLayout:
         apart = copy(self)
         apart.places, apart._shapes, apart.stacking = {}, {}, None
         return apart
-
-    def stored_specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-        """What a checkpoint with these tensors of the text model stores of it, in the order in which they are whole."""
-        stored: dict[str, TensorSpec] = {}
-        for spec in specs:
-            name = self.place(spec.name).stored
-            # The last tensor of a stack decides on its position.
-            stored.pop(name, None)
-            stored[name] = replace(spec, name=name, shape=self._shapes.get(name, spec.shape))
-        return list(stored.values())
-
-    def pieces(self, stored: Sequence[TensorSpec], specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-        """The text model's tensors, of `specs`, that make up these stored ones, those of each one after the other."""
-        by_stored: dict[str, list[TensorSpec]] = {}
-        for spec in specs:
-            by_stored.setdefault(self.place(spec.name).stored, []).append(spec)
-        return [piece for spec in stored for piece in by_stored[spec.name]]
-
-    def stored_tensors(
-        self, specs: Iterable[TensorSpec], blocks: Iterable[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The stored tensors, in the order of `stored_specs`; holds the stacked ones of one layer at a time.
-
-        Args:
-            specs: the text model's tensors.
-            blocks: of the same, whole or in consecutive blocks of rows; names are the text model's.
-        """
-        import torch
-
-        missing = Counter[str]()
-        for spec in specs:
-            missing[self.place(spec.name).stored] += prod(spec.shape)
-        stacks: dict[str, Tensor] = {}
-        rows = Counter[str]()
-        for name, block in blocks:
-            place = self.place(name)
-            if place.expert is None:
-                yield place.stored, block
-                continue
-            if place.stored not in stacks:
-                stacks[place.stored] = torch.empty(self._shapes[place.stored], dtype=block.dtype)
-            start = rows[name]
-            rows[name] += block.shape[0]
-            region = place.region((slice(start, rows[name]), slice(0, block.shape[1])))
-            stacks[place.stored][region] = (block.T if place.transposed else block)[None]
-            missing[place.stored] -= block.numel()
-            if not missing[place.stored]:
-                yield place.stored, stacks.pop(place.stored)
 
 
 def _stacking(hf_config: Mapping[str, Any], stacked: Sequence[tuple[re.Match[str], TensorSpec]]) -> Stacking:

@@ -12,7 +12,7 @@ import torch
 from slimrl.base.atomic import atomic_folder
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.checkpoints.safetensors_folder import write_safetensors
-from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
+from slimrl.checkpoints.stacked_experts import stacks_of
 from slimrl.config.alignment import round_up
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.models.family import family_of
@@ -57,10 +57,10 @@ def write_sized_toy(config: dict[str, Any], out: Path, seed: int) -> int:
     """
     dtype = config["dtype"]
     weight_map = family_of(config).weight_map(config)
-    specs = weight_map.specs(dtype)
+    specs, stacks = weight_map.specs(dtype), stacks_of(weight_map)
     with atomic_folder(out) as partial:
         tensors = random_tensors(config, weight_map, config["initializer_range"], seed, getattr(torch, dtype))
-        write_safetensors(partial, stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors))
+        write_safetensors(partial, stacks.stored_specs(specs), stacks.stored_tensors(specs, tensors))
         write_hf_config(partial, config)
     return sum(map(spec_bytes, specs))
 

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from slimrl.checkpoints.checkpoint_reader import read_whole
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8, open_hf_checkpoint, open_stored
-from slimrl.checkpoints.stacked_experts import read_each, restacked, stacked_specs, stacked_tensors
+from slimrl.checkpoints.stacked_experts import read_each, restacked, stacks_of
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.quantization.fp8 import BlockFp8
@@ -111,10 +111,10 @@ def test_experts_are_stacked_again_bit_for_bit(plain):
     stored = load_file(plain / "model.safetensors")
     with open_hf_checkpoint(plain) as reader:
         specs = [reader.specs[name] for name in weight_map.hf_tensors]
-        whole = stacked_specs(weight_map, specs)
+        whole = stacks_of(weight_map).stored_specs(specs)
         assert {spec.name: spec.shape for spec in whole} == {n: tuple(t.shape) for n, t in stored.items()}
         tensors = ((spec.name, read_whole(reader, spec.name)) for spec in specs)
-        back = list(stacked_tensors(weight_map, specs, tensors))
+        back = list(stacks_of(weight_map).stored_tensors(specs, tensors))
         assert [name for name, _ in back] == [spec.name for spec in whole]
         assert all(torch.equal(tensor, stored[name]) for name, tensor in back)
         again, produce = restacked(weight_map, specs, lambda group: read_each(reader, group))

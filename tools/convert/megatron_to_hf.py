@@ -30,7 +30,7 @@ from slimrl.checkpoints.safetensors_folder import (
     plan_safetensors_files,
     write_index,
 )
-from slimrl.checkpoints.stacked_experts import stacked_specs
+from slimrl.checkpoints.stacked_experts import stacks_of
 from slimrl.checkpoints.torch_dist.reader import StoredWeights
 from slimrl.checkpoints.torch_dist.safe_pickle import read_metadata
 from slimrl.checkpoints.wrapped_folder import whole_specs
@@ -77,7 +77,7 @@ def megatron_to_hf(
         from_hf = _mtp_from_hf(found, family, config, missing, say) if missing else {}
         sources = {**from_hf, **reader.specs}
     text = _specs(weight_map, sources, options.dtype)
-    specs = stacked_specs(weight_map, text) if weight_map.stacked else _whole_specs(found, config, text)
+    specs = stacks_of(weight_map).stored_specs(text) if weight_map.stacked else _whole_specs(found, config, text)
     files = plan_safetensors_files(specs, shard_bytes)
     plan = Plan(
         out=out,

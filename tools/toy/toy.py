@@ -13,7 +13,7 @@ from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 
 from slimrl.base.atomic import atomic_folder
 from slimrl.checkpoints.safetensors_folder import write_safetensors
-from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
+from slimrl.checkpoints.stacked_experts import stacks_of
 from slimrl.config.wrapper import wrapper_of
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import write_hf_config
@@ -51,7 +51,8 @@ def write_toy(family: str, out: Path, size: ToySize, seed: int, text: Path | Non
             tensors = chain(layout.stored_tensors(specs, tensors), random_vision(layout, size.init_std, seed))
             specs = [*layout.stored_specs(specs), *layout.carried.values()]
         if weight_map.stacked:
-            specs, tensors = stacked_specs(weight_map, specs), stacked_tensors(weight_map, specs, tensors)
+            stacks = stacks_of(weight_map)
+            specs, tensors = stacks.stored_specs(specs), stacks.stored_tensors(specs, tensors)
         write_safetensors(partial, specs, tensors)
         write_hf_config(partial, config)
         tokenizer.save_pretrained(partial)

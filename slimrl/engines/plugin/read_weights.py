@@ -71,12 +71,13 @@ def _is_apart(path: Path) -> bool:
 
 def _read_in_stacks(path: Path, prefix: str) -> "Iterator[tuple[str, Tensor]]":
     from slimrl.checkpoints.safetensors_folder import SafetensorsFolder
-    from slimrl.checkpoints.stacked_experts import read_each, stacked_tensors
+    from slimrl.checkpoints.stacked_experts import read_each, stacks_of
     from slimrl.models.family import family_of
     from slimrl.models.hf_config import read_hf_config
 
     config = read_hf_config(path)
     with SafetensorsFolder(path) as folder:
         specs = list(folder.specs.values())
-        for name, tensor in stacked_tensors(family_of(config).weight_map(config), specs, read_each(folder, specs)):
+        stacks = stacks_of(family_of(config).weight_map(config))
+        for name, tensor in stacks.stored_tensors(specs, read_each(folder, specs)):
             yield prefix + name, tensor

@@ -12,7 +12,7 @@ from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.safetensors_file import write_safetensors_file
 from slimrl.checkpoints.safetensors_folder import write_safetensors
-from slimrl.checkpoints.stacked_experts import stacked_specs, stacked_tensors
+from slimrl.checkpoints.stacked_experts import stacks_of
 from slimrl.checkpoints.wrapped_folder import whole_specs, whole_tensors
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import plain_config, read_hf_config, write_hf_config
@@ -70,7 +70,8 @@ def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, ada
         text, tensors = carried.specs(), carried.tensors(source.tensors())
         weight_map = family_of(config).weight_map(config)
         if weight_map.stacked:
-            write_safetensors(partial, stacked_specs(weight_map, text), stacked_tensors(weight_map, text, tensors))
+            stacks = stacks_of(weight_map)
+            write_safetensors(partial, stacks.stored_specs(text), stacks.stored_tensors(text, tensors))
         else:
             whole = whole_specs(stored, text)
             write_safetensors(partial, whole, whole_tensors(stored, whole, text, lambda _: tensors))
