@@ -125,10 +125,18 @@ def _betas_and_alphas(match: re.Match[str], shape: EngineShape) -> list[EngineSl
     ]
 
 
+def _embedding(match: re.Match[str], shape: EngineShape) -> list[EngineSlice]:
+    """SGLang gives every rank the whole where groups of ranks have requests of their own, which other families shard
+    within a group."""
+    replicas = shape.tensor_parallel if shape.attention_data_parallel > 1 else 1
+    return [EngineSlice(hf_name=match.group(), shard_dim=0, size=shape.vocab_size, replicas=replicas)]
+
+
 ENGINE_RULES = (
     *delta_nets.ENGINE_RULES,
     EngineRule(pattern=rf"(.+\.linear_attn)\.in_proj_qkvz\.{SUFFIX}", slices=_delta_net_input, attention=True),
     EngineRule(pattern=rf"(.+\.linear_attn)\.in_proj_ba\.{SUFFIX}", slices=_betas_and_alphas, attention=True),
+    EngineRule(pattern=r".+\.embed_tokens\.weight", slices=_embedding),
     EngineRule(pattern=r".+\.linear_attn\.A_log", slices=unfused(shard_dim=0), attention=True),
 )
 """What parameters of SGLang's models hold, where the rules that families share do not say it."""
