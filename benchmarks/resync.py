@@ -38,7 +38,6 @@ from slimrl.toys.sized_toy import sized_config, write_sized_toy
 
 TIMEOUT_S = 120.0
 DELTA_TIMEOUT_S = 600.0
-ENGINE = "engine 0"
 KEY = new_key()
 FLOORS = {"ipc": 0.3, "ipc over disk": 2.0}
 """Smallest ratio that each should reach"""
@@ -57,19 +56,20 @@ ROLLOUT = RolloutConfig(
 
 
 class Bench:
-    """A started trainer and engine with a model of one size."""
+    """A started trainer and engines with a model of one size."""
 
-    def __init__(self, ranks: TrainerRanks, server: EngineServer, folder: Path, bucket_bytes: int) -> None:
-        self.ranks, self.server, self._folder, self._bucket_bytes = ranks, server, folder, bucket_bytes
+    def __init__(self, ranks: TrainerRanks, servers: list[EngineServer], folder: Path, bucket_bytes: int) -> None:
+        self.ranks, self.servers, self._folder, self._bucket_bytes = ranks, servers, folder, bucket_bytes
+        self._urls = {f"engine {server.index}": server.url for server in servers}
         self._version = 0
 
     def resyncs(self, transport: TransportName, repeats: int) -> dict[str, Any]:
         config = ResyncConfig(
             transport=transport, bucket_bytes=self._bucket_bytes, verify=VerifyMode.full, timeout_s=TIMEOUT_S
         )
-        watched = {"trainer": self.ranks.pids, "engine": session_members(self.server.process.pid)}
-        with MemoryWatch(watched["trainer"]) as trainer, MemoryWatch(watched["engine"]) as engine:
-            self.ranks.call("connect", config, {ENGINE: self.server.url}, KEY, self._folder)
+        pids = [pid for server in self.servers for pid in session_members(server.process.pid)]
+        with MemoryWatch(self.ranks.pids) as trainer, MemoryWatch(pids) as engine:
+            self.ranks.call("connect", config, self._urls, KEY, self._folder)
             first, *reports = [self._resync() for _ in range(repeats + 1)]
         return {
             "bytes": first.bytes,
@@ -87,13 +87,15 @@ class Bench:
 
     def over_disk(self, repeats: int) -> dict[str, float]:
         """Seconds of an export and of the engine's reload."""
-        export, engines = partial(self.ranks.call, "export"), {ENGINE: self.server.url}
-        seconds = [over_disk(export, engines, KEY, self._folder / f"export-{i}", TIMEOUT_S) for i in range(repeats)]
+        export = partial(self.ranks.call, "export")
+        seconds = [over_disk(export, self._urls, KEY, self._folder / f"export-{i}", TIMEOUT_S) for i in range(repeats)]
         exports, reloads = zip(*seconds, strict=True)
         return {"export_seconds": statistics.median(exports), "reload_seconds": statistics.median(reloads)}
 
     def one_by_one(self, repeats: int) -> float:
-        return statistics.median(self.ranks.call("send_one_by_one", self.server.url, KEY)[0] for _ in range(repeats))
+        return statistics.median(
+            self.ranks.call("send_one_by_one", self.servers[0].url, KEY)[0] for _ in range(repeats)
+        )
 
     def bare_broadcast(self, nbytes: int, repeats: int) -> float:
         return statistics.median(self.ranks.call("broadcast", nbytes, self._bucket_bytes, repeats + 1)[0][1:])
@@ -107,19 +109,24 @@ class Bench:
 
 
 @contextmanager
-def started(gigabytes: float, bucket_bytes: int) -> Iterator[Bench]:
-    """Start trainer and engine with a model of about this size; end both and remove all files afterwards."""
+def started(gigabytes: float, bucket_bytes: int, *, num_engines: int = 1) -> Iterator[Bench]:
+    """Start trainer and engines with a model of about this size; end all and remove all files afterwards."""
     with tempfile.TemporaryDirectory(prefix="slimrl-bench-") as name:
         folder = Path(name)
         model = folder / "model"
         write_sized_toy(sized_config("qwen3_moe", round(gigabytes * GB), "bfloat16", TRAINER.parallel), model, 0)
-        server = EngineServer(0, ROLLOUT, model, folder / "engine.log", key=KEY, precision=TRAINER.precision)
+        servers: list[EngineServer] = []
         try:
+            for index in range(num_engines):
+                log = folder / f"engine_{index}.log"
+                servers.append(EngineServer(index, ROLLOUT, model, log, key=KEY, precision=TRAINER.precision))
             with TrainerRanks(TRAINER, model) as ranks:
-                server.wait_ready()
-                yield Bench(ranks, server, folder, bucket_bytes)
+                for server in servers:
+                    server.wait_ready()
+                yield Bench(ranks, servers, folder, bucket_bytes)
         finally:
-            server.stop()
+            for server in servers:
+                server.stop()
 
 
 def measure(sizes: list[float], bucket_bytes: int, repeats: int) -> dict[str, Any]:
@@ -135,8 +142,10 @@ def measure(sizes: list[float], bucket_bytes: int, repeats: int) -> dict[str, An
             figures["memcpy_two_threads_gb_per_s"] = memcpy_gb_per_s(2)
             figures["disk"] = bench.over_disk(2)
             figures["one_by_one_seconds"] = bench.one_by_one(2)
-            figures["collective"] = bench.resyncs(TransportName.collective, repeats)
+            figures["p2p"] = bench.resyncs(TransportName.p2p, repeats)
             figures["broadcast_seconds"] = bench.bare_broadcast(ipc["bytes"], repeats)
+    with started(sizes[-1], bucket_bytes, num_engines=2) as bench:
+        figures["p2p, two engines"] = bench.resyncs(TransportName.p2p, repeats)
     figures["delta"] = {precision.value: deltas(precision, sizes[0]) for precision in Precision}
     return {**figures, "ratios": ratios(figures, ipc)}
 
@@ -161,7 +170,8 @@ def ratios(figures: dict[str, Any], ipc: dict[str, Any]) -> dict[str, float]:
         "ipc over the copies' limit": rate / (figures["memcpy_two_threads_gb_per_s"] / 2),
         "ipc over disk": sum(figures["disk"].values()) / ipc["seconds"],
         "ipc over one by one": figures["one_by_one_seconds"] / ipc["seconds"],
-        "collective": figures["broadcast_seconds"] / figures["collective"]["seconds"],
+        "p2p over a broadcast": figures["broadcast_seconds"] / figures["p2p"]["seconds"],
+        "p2p to two engines over one": figures["p2p, two engines"]["seconds"] / figures["p2p"]["seconds"],
     }
 
 
@@ -170,7 +180,7 @@ def print_tables(figures: dict[str, Any], bucket_bytes: int) -> None:
     *_, ipc = figures["ipc"].values()
     title = f"{ipc['bytes'] / GB:.2f} GB in buckets of {bucket_bytes / 1e6:.0f} MB"
     table = make_table(title, ("what", "seconds", "GB/s"))
-    collective, gigabytes = figures["collective"], ipc["bytes"] / GB
+    gigabytes = ipc["bytes"] / GB
     rows = [
         ("memcpy, one thread", gigabytes / figures["memcpy_gb_per_s"]),
         ("memcpy, two threads", gigabytes / figures["memcpy_two_threads_gb_per_s"]),
@@ -182,8 +192,9 @@ def print_tables(figures: dict[str, Any], bucket_bytes: int) -> None:
         ("  reload", figures["disk"]["reload_seconds"]),
         ("one by one", figures["one_by_one_seconds"]),
         ("gloo broadcast", figures["broadcast_seconds"]),
-        ("collective", collective["seconds"]),
-        *((f"  {stage}", seconds) for stage, seconds in collective["stage_seconds"].items()),
+        ("p2p", figures["p2p"]["seconds"]),
+        *((f"  {stage}", seconds) for stage, seconds in figures["p2p"]["stage_seconds"].items()),
+        ("p2p, two engines", figures["p2p, two engines"]["seconds"]),
     ]
     for name, seconds in rows:
         table.add_row(name, f"{seconds:.3f}", f"{gigabytes / seconds:.2f}" if seconds else "")
@@ -191,10 +202,11 @@ def print_tables(figures: dict[str, Any], bucket_bytes: int) -> None:
     for name, ratio in figures["ratios"].items():
         floor = f" (at least {FLOORS[name]:g})" if name in FLOORS else ""
         console.print(f"{name}: {ratio:.2f}{floor}")
-    table = make_table("Peak extra memory, ipc", ("model GB", "trainer MB", "engine MB"), labels=0)
-    for row in figures["ipc"].values():
+    table = make_table("Peak extra memory", ("transport", "model GB", "trainer MB", "engines MB"))
+    measured = [("ipc", row) for row in figures["ipc"].values()]
+    for name, row in (*measured, *((name, figures[name]) for name in ("p2p", "p2p, two engines"))):
         extra = (f"{row[f'{side}_extra_bytes'] / 1e6:.0f}" for side in ("trainer", "engine"))
-        table.add_row(f"{row['bytes'] / GB:.2f}", *extra)
+        table.add_row(name, f"{row['bytes'] / GB:.2f}", *extra)
     console.print(table)
     for precision, row in figures["delta"].items():
         resync_delta.print_table(Precision(precision), row)

@@ -86,7 +86,7 @@ def _engines_apart(recipe: Recipe) -> str:
     """The settings that a colocated recipe needs for engines on GPUs of their own, and for its mode there."""
     settings = ["rollout.colocated false"]
     if recipe.resync.transport is TransportName.ipc:
-        settings.append("resync.transport collective")
+        settings.append("resync.transport p2p")
     if recipe.rollout.spans_steps and _unaccounted(recipe):
         settings.append("algorithm.correction.level token")
     return f"{', '.join(settings)}, with GPUs for the engines beside the trainer's"

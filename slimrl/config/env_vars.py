@@ -135,12 +135,12 @@ def engine_variables(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, 
 
 
 def nccl_variables(recipe: Recipe, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Settings that all members of an NCCL group need alike, for trainer and engines with `collective`.
+    """Settings that all members of an NCCL group need alike, for trainer and engines with `p2p`.
 
     SGLang sets them in its own processes alone, by these rules: the first two where the environment does not
     (_set_envs_and_config of its entrypoints/engine.py), the channels always (arg_groups/attention_hook.py).
     """
-    if recipe.resync.transport is not TransportName.collective:
+    if recipe.resync.transport is not TransportName.p2p:
         return {}
     sglang = recipe.rollout.sglang
     cumem, nvls = inherited.get("NCCL_CUMEM_ENABLE", "0"), inherited.get("NCCL_NVLS_ENABLE", "0")
@@ -192,7 +192,7 @@ def _trainer_owned(recipe: Recipe) -> dict[str, str]:
 
 def _of_both_ends(recipe: Recipe) -> dict[str, str]:
     """Variables that trainer and engines need alike, and so get from one place."""
-    if recipe.resync.transport is not TransportName.collective:
+    if recipe.resync.transport is not TransportName.p2p:
         return {}
     reason = "slimrl, alike for trainer and engines of one NCCL group. Set it where slimrl is started"
     return dict.fromkeys(("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *NCCL_CHANNELS), reason)

@@ -40,7 +40,7 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
         )
     yield from _elastic_violations(recipe)
     if rollout.engine_nodes > 1 and recipe.resync.transport is TransportName.ipc:
-        others = "disk or delta" if rollout.colocated else "collective, disk or delta"
+        others = "disk or delta" if rollout.colocated else "p2p, disk or delta"
         yield (
             "rollout.engine_nodes",
             f"{rollout.engine_nodes}: ipc reaches engines on one node. Use resync.transport {others}.",
@@ -74,11 +74,11 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
     yield from _sglang_violations(recipe)
     if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
         yield "resync.local_dir", "delta needs a folder on a local disk of each node, with room for the model."
-    if rollout.colocated and recipe.resync.transport is TransportName.collective:
+    if rollout.colocated and recipe.resync.transport is TransportName.p2p:
         others = "ipc" if rollout.engine_nodes == 1 else "disk or delta"
         yield (
             "rollout.colocated",
-            f"collective needs engines on devices of their own. Use resync.transport {others}, or colocated false.",
+            f"p2p needs engines on devices of their own. Use resync.transport {others}, or colocated false.",
         )
 
 
@@ -110,7 +110,7 @@ def kept_memory_warnings(recipe: Recipe) -> Iterator[Violation]:
         yield (
             "rollout.colocated",
             f"with resync.transport {recipe.resync.transport.value} engines run on the trainer's GPUs, and false lets "
-            "both keep all of their memory. Set true, or resync.transport collective for engines on GPUs of their "
+            "both keep all of their memory. Set true, or resync.transport p2p for engines on GPUs of their "
             "own.",
         )
 
@@ -154,7 +154,7 @@ def _elastic_violations(recipe: Recipe) -> Iterator[Violation]:
         yield (
             "rollout.max_engines",
             f"{rollout.max_engines} lets engines join on other nodes. Use rollout.colocated false, resync.transport "
-            "collective, disk or delta, rollout.engine_nodes 1 and deterministic false, or leave it out.",
+            "p2p, disk or delta, rollout.engine_nodes 1 and deterministic false, or leave it out.",
         )
     if 0 < rollout.min_engines < count and (rollout.colocated or recipe.deterministic):
         yield (

@@ -72,5 +72,5 @@ def draft_violations(recipe: Recipe) -> Iterator[Violation]:
         yield (
             key,
             f"{mode.value}: with resync.transport {recipe.resync.transport.value} SGLang would read the draft model's "
-            f"weights from the policy's version, which lacks them. Use ipc or collective{train}, or ngram.",
+            f"weights from the policy's version, which lacks them. Use ipc or p2p{train}, or ngram.",
         )

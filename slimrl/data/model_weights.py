@@ -5,10 +5,13 @@ trainer, rollout and resync do not import each other; runtime passes them the im
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from typing import Any, Protocol
 
 from slimrl.config.schema.resync import PauseMode
+from slimrl.data.boxes import Box
+from slimrl.data.peer_messages import Round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,14 @@ sections are sharded one by one.
 """
 
 
+class EngineModel(str, Enum):
+    """A model that an engine serves with, by SGLang's name of its role."""
+
+    target = "target"
+    draft = "draft"
+    """It holds the layers for multi-token prediction."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnginePlace:
     """The nodes and ranks of an engine."""
@@ -124,20 +135,18 @@ class EnginePlace:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """A broadcast group of the trainer's sender, which is rank 0, and the engines' receivers."""
+    """The group of an engine's ranks, which are its first members, and of the trainer ranks that send to them."""
 
     name: str
     """Name of the group, unique in a run."""
     address: str
     port: int
-    """Port of the sender's TCPStore, through which the members find each other."""
+    """Port of the TCPStore of trainer rank 0, through which the members find each other."""
     world_size: int
     backend: str
     """Backend of the group: nccl or gloo"""
-    bucket_bytes: int
-    """Size of the largest bucket."""
     timeout_s: float
-    """Deadline for joining the group, and for one broadcast."""
+    """Deadline of a version, joining included."""
 
 
 def piece_of(groups: Any, piece: SourcePiece) -> Any:
@@ -196,25 +205,32 @@ class EngineControl(Protocol):
     def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
         """Load the bucket that lies in the named shared-memory segment (CPU) or behind the CUDA IPC handle.
 
-        It holds tensors of the engine's model alone or of its draft model alone; so does one of `load_received`.
+        It holds tensors of the engine's model alone or of its draft model alone.
         """
         ...
 
-    def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
-        """Have a process on each of the engine's nodes receive the buckets of a version; an update must be open.
+    def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:
+        """The regions of each Hugging Face tensor that each rank of the engine keeps, by name."""
+        ...
 
-        Returns at once. Processes that are not in the group yet join it in the background.
+    def join_group(
+        self, group: GroupSpec, rounds: Sequence[Mapping[EngineModel, Sequence[Round]]], fed: GroupSpec | None
+    ) -> None:
+        """Give each rank its messages. The ranks join the group when they first receive; they leave an earlier one.
 
         Args:
-            first_rank: rank in the group of the first of these processes.
+            rounds: of each rank of the engine, by model. The messages' source is the number of a member.
+            fed: the group of an engine that this one feeds with what it gets.
         """
         ...
 
-    def load_received(self, group: str, number: int, parts: Sequence[TensorPart]) -> None:
-        """Load bucket `number` of the version, counted from 0, after its broadcast."""
-        ...
+    def receive(self, group: str, model: EngineModel, version: int) -> list[int]:
+        """Receive a version of one model through the group; an update must be open.
 
-    def leave_group(self, group: str) -> None: ...
+        Returns:
+            The bytes that came to each rank from other processes.
+        """
+        ...
 
     def load_version(self, folder: str, local_dir: str | None) -> None:
         """Load the version in a folder; no update need be open.

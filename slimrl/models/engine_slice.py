@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slimrl.config.wrapper import family_type
+from slimrl.data.boxes import Box
 from slimrl.models.hf_config import FP8_BLOCK
 
 if TYPE_CHECKING:
@@ -145,6 +146,23 @@ class EngineSlice:
         if self.shard_dim is None:
             return len(self.ranks or range(tensor_parallel))
         return self.groups * self.replicas
+
+    def box(self, shard: "Tensor", held: Holding) -> Box:
+        """The region of the whole tensor that a rank's shard holds, without padding.
+
+        Args:
+            shard: what `of` gives.
+        """
+        edges = [(0, size) for size in shard.shape]
+        if not edges:
+            return ()
+        if self.shard_dim is not None:
+            size = shard.shape[self.shard_dim]
+            stop = (held.shard + 1) * size
+            edges[self.shard_dim] = (held.shard * size, stop if self.size is None else min(stop, self.size))
+        start, stop = edges[0]
+        edges[0] = (start + self.first_row, stop + self.first_row)
+        return tuple((start, max(start, stop)) for start, stop in edges)
 
     def of(self, parameter: "Tensor") -> "Tensor":
         """View of this rank's shard; the rank must hold one."""

@@ -192,6 +192,49 @@ def quantize_batch(weight_BMN: Tensor, block: TileShape, out: tuple[Tensor, Tens
     return torch.isfinite(scale_BRC).all()
 
 
+def tile_absmax(weight_MN: Tensor, block: TileShape = FP8_BLOCK, offset: TileShape = (0, 0)) -> Tensor:
+    """The largest absolute value of each tile of a matrix, or of the part of it that a piece of the matrix has.
+
+    Args:
+        weight_MN: float32, bfloat16 or float16.
+        offset: row and column of its first element within its first tile.
+
+    Returns:
+        float32 [R, C]; NaN where a tile has one.
+    """
+    rows, columns = weight_MN.shape
+    shape = [-(-(start + size) // tile) for start, size, tile in zip(offset, (rows, columns), block, strict=True)]
+    absmax_RC = torch.empty(shape, dtype=torch.float32, device=weight_MN.device)
+    for tiles, band in _piece_bands(rows, columns, block[0], offset[0], weight_MN.device):
+        band_tmN = weight_MN[band].unflatten(0, (tiles.stop - tiles.start, -1))
+        absmax_tN = torch.maximum(band_tmN.amax(1), band_tmN.amin(1).neg_()).float()
+        absmax_RC[tiles] = _column_tiles(torch.nn.functional.pad(absmax_tN, (offset[1], 0)), block[1])
+    return absmax_RC
+
+
+def scales_of(absmax_RC: Tensor) -> Tensor:
+    """float32 [R, C]: the scale of each tile, from its largest absolute value."""
+    fp8_max = torch.full((), FP8_MAX, dtype=torch.float32, device=absmax_RC.device)
+    return absmax_RC.clamp(min=MIN_ABSMAX).div_(fp8_max)
+
+
+def quantize_with(weight_MN: Tensor, scale_RC: Tensor, block: TileShape, offset: TileShape, out: Tensor) -> None:
+    """Round a piece of a matrix to the bits that `quantize` gives it as a part of the whole.
+
+    Args:
+        weight_MN: float32, bfloat16 or float16.
+        scale_RC: float32, the scales of the tiles of which the piece has some.
+        offset: row and column of its first element within its first tile.
+        out: float8_e4m3fn [M, N], filled.
+    """
+    rows, columns = weight_MN.shape
+    for tiles, band in _piece_bands(rows, columns, block[0], offset[0], weight_MN.device):
+        scale_tN = scale_RC[tiles].repeat_interleave(block[1], dim=1)[:, None, offset[1] : offset[1] + columns]
+        # A copy also of a float32 weight.
+        band_tmN = weight_MN[band].to(torch.float32, copy=True).unflatten(0, (tiles.stop - tiles.start, -1))
+        out[band].copy_(band_tmN.div_(scale_tN).flatten(0, 1))
+
+
 def dequantize(
     quantized_MN: Tensor, scale_RC: Tensor, dtype: torch.dtype, block: TileShape = FP8_BLOCK, offset: TileShape = (0, 0)
 ) -> Tensor:
@@ -271,6 +314,22 @@ def _bands(rows: int, columns: int, tile_rows: int, device: torch.device) -> Ite
         yield slice(start, stop), slice(start * tile_rows, stop * tile_rows)
     if rows % tile_rows:
         yield slice(whole, whole + 1), slice(whole * tile_rows, rows)
+
+
+def _piece_bands(
+    rows: int, columns: int, tile_rows: int, offset: int, device: torch.device
+) -> Iterator[tuple[slice, slice]]:
+    """(tile rows, rows) of each band of a piece that begins `offset` rows below the beginning of a tile. A partial tile
+    row, the first or the last, is a band of its own."""
+    first = min(rows, tile_rows - offset) if offset else 0
+    if first:
+        yield slice(0, 1), slice(0, first)
+    skipped = int(first > 0)
+    for tiles, band in _bands(rows - first, columns, tile_rows, device):
+        yield (
+            slice(tiles.start + skipped, tiles.stop + skipped),
+            slice(band.start + first, band.stop + first),
+        )
 
 
 def _column_tiles(absmax_tN: Tensor, tile_columns: int) -> Tensor:

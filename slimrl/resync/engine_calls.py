@@ -80,7 +80,7 @@ class EngineCalls:
     """
 
     def __init__(self, engines: Sequence[EngineControl], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.engines = list(engines)
         """Engines that take part."""
         self.failed: dict[str, str] = {}
@@ -89,7 +89,7 @@ class EngineCalls:
 
     def each[T](self, what: str, call: Callable[[EngineControl], T]) -> dict[str, T]:
         """Call all engines and return their answers by name. Raises EnginesFailed."""
-        return fan_out({engine.name: partial(call, engine) for engine in self.engines}, what, self._timeout_s)
+        return fan_out({engine.name: partial(call, engine) for engine in self.engines}, what, self.timeout_s)
 
     def each_or_out[T](self, what: str, call: Callable[[EngineControl], T]) -> dict[str, T]:
         """Answers by engine. Engines that fail are taken out."""
@@ -125,7 +125,7 @@ class EngineCalls:
         return bool(failures or silent)
 
     def _silent(self) -> dict[str, str]:
-        timeout_s = min(PROBE_TIMEOUT_S, self._timeout_s)
+        timeout_s = min(PROBE_TIMEOUT_S, self.timeout_s)
         calls: dict[str, Callable[[], Any]] = {e.name: partial(e.probe, timeout_s) for e in self.engines}
         try:
             fan_out(calls, "probe", timeout_s + 1)
@@ -148,7 +148,7 @@ class SendThread:
     def __init__(self, send: Callable[[], object], after: "SendThread | None" = None) -> None:
         self._send, self._after = send, after
         self._error: Exception | None = None
-        # No daemon, as in BroadcastGroup.drop.
+        # No daemon, as in PeerGroup.drop.
         self._thread = threading.Thread(target=self._run, name="resync-send")
         self._thread.start()
 

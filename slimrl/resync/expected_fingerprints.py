@@ -48,6 +48,11 @@ class ExpectedFingerprints:
         self._before: dict[_Key, int] = {}
         self._after: dict[_Key, int] = {}
 
+    @property
+    def changed(self) -> list[TensorSpec]:
+        """The trainer's tensors to verify that are transformed."""
+        return [spec for spec in self._layout if spec.name in self._changed]
+
     def record(self, place: Place, value: Tensor, results: Sequence[tuple[Place, Tensor]]) -> None:
         """Hash a place before and after the transform; replaces the hashes of an earlier attempt."""
         if place[0].spec.name not in self._changed:

@@ -30,16 +30,11 @@ from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock, SendClock
+from slimrl.resync.transfer import Progress, SyncErrors
 from slimrl.resync.transform import NodeTransform, Record
-
-Progress = Callable[[int, int], None]
-"""Function that is called with (buckets sent, buckets in all)."""
 
 Send = Callable[[Sequence[TensorPart], SharedBuffer], None]
 """Function that sends a bucket; see Transport.send."""
-
-SyncErrors = Callable[[str, Exception | None], None]
-"""Called on all ranks with the place and this rank's error or None; raises on all where any has an error."""
 
 NUM_SLOTS = 2
 

@@ -232,7 +232,7 @@ def _senders(nodes: Sequence[str], engines: Sequence[EnginePlace], transport: Tr
         if len(engine.nodes) > 1 or engine.nodes[0] not in nodes:
             raise ValueError(
                 f"resync.transport: ipc, but {engine.name} is on {', '.join(engine.nodes)}, the trainer on "
-                f"{', '.join(dict.fromkeys(nodes))}. Use collective or disk."
+                f"{', '.join(dict.fromkeys(nodes))}. Use p2p or disk."
             )
         served.setdefault(engine.nodes[0], []).append(engine.name)
     return tuple(

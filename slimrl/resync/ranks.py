@@ -74,6 +74,21 @@ class Ranks:
             with other_ranks():
                 dist.all_reduce(values, group=self._group)
 
+    def largest(self, values: torch.Tensor) -> None:
+        """All-reduce a CPU tensor in place, by maximum."""
+        if self._group is not None:
+            with other_ranks():
+                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
+        if self._group is None:
+            return value
+        values = [value]
+        with other_ranks():
+            dist.broadcast_object_list(values, src=0, group=self._group, device=torch.device("cpu"))
+        return values[0]
+
     def node_barrier(self) -> None:
         """Barrier of this node's ranks."""
         if self._node_group is not None:

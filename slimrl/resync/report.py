@@ -3,9 +3,9 @@
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slimrl.base.spans import SPANS
 
@@ -38,6 +38,10 @@ class ResyncReport:
     """Number of requests that continue with keys and values of earlier weights."""
     peak_extra_bytes: int
     """Bytes of memory for resyncs on the rank that holds most."""
+    sent_per_rank: tuple[int, ...] = ()
+    """Bytes that each trainer rank has sent, to all engines together (`p2p`)"""
+    received_per_rank: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Bytes that came to each rank of each engine, by the engine's name, from the trainer and other ranks (`p2p`)"""
     written_bytes: int | None = None
     """Size of the version's files (`disk`, `delta`); None for other transports"""
     changed_fraction: float | None = None

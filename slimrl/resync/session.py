@@ -1,7 +1,7 @@
 """Resyncs of a run: the trainer's weights into every engine, under one new version number.
 
 1. pause: `resync.pause` decides what happens to running requests.
-2. begin; then bucket by bucket gather, transform, send, where a bucket is sent and loaded while the next is gathered.
+2. Send the version, in buckets (bucket_transfer.py) or from each rank to each rank (p2p/transfer.py).
 3. end: every engine has the whole version.
 4. flush the prefix caches, which hold keys and values of the old weights, unless the recipe keeps them, and set the
    version.
@@ -14,25 +14,23 @@ on the trainer's side, or with no engine left, all engines stay paused.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from slimrl.config.schema.resync import PauseMode, ResyncConfig, TransportName
-from slimrl.data.engine import EngineError
 from slimrl.data.model_weights import EngineControl, WeightSource
+from slimrl.resync.bucket_transfer import BucketTransfer
 from slimrl.resync.buckets import Transform
 from slimrl.resync.engine_calls import PROBE_TIMEOUT_S, EngineCalls
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
-from slimrl.resync.pipeline import Pipeline, Progress, SyncErrors
-from slimrl.resync.plan import ResyncPlan, plan_resync
-from slimrl.resync.ranks import RankError, Ranks, StartAgain, sync_errors_across_ranks
+from slimrl.resync.p2p.transfer import PeerTransfer
+from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock, ResyncError, ResyncReport
+from slimrl.resync.transfer import Progress, Transfer
+from slimrl.resync.transform import Quantize
 from slimrl.resync.transports.base import Transport
-from slimrl.resync.transports.collective import CollectiveTransport
-from slimrl.resync.transports.disk import DiskTransport
-from slimrl.resync.transports.ipc import IpcTransport
 
 
 class ResyncSession:
@@ -42,9 +40,9 @@ class ResyncSession:
         source: this rank's weights.
         engines: all that receive them; the same on every rank.
         rank: of this process in the trainer.
-        run_id: part of the names of shared memory and broadcast groups.
+        run_id: part of the names of shared memory and groups.
         node: name of this rank's node, as in the engines' EnginePlace.
-        address: of rank 0 as the engines reach it, for the `collective` transport.
+        address: of rank 0 as the engines reach it, for the `p2p` transport.
         transport: None for the one that the config names.
         model_dir: checkpoint whose configuration and tokenizer go into versions on a disk (`disk`, `delta`).
         run_dir: of the run; versions go there where the config names no folder for them.
@@ -69,20 +67,41 @@ class ResyncSession:
         run_dir: Path = Path(),
         transform: Transform | None = None,
     ) -> None:
-        self._source, self._config, self._run_id, self._transform = source, config, run_id, transform
+        self._source, self._config, self._transform = source, config, transform
         # A rank that waits for a sender waits for its slowest engine, and for the probes after a failure.
         deadline_s = 2 * (config.timeout_s + PROBE_TIMEOUT_S)
         self._ranks = Ranks(node, deadline_s)
         assert self._ranks.rank == rank, "not the rank of the process group"
         self._layout = source.layout()
-        self._plan = self._make_plan(engines)
-        self._transport = transport or make_transport(
-            config, self._plan, run_id=run_id, address=address, model_dir=model_dir, run_dir=run_dir
-        )
-        self._engines = list(engines)
-        self._pipeline: Pipeline | None = None
+        self._transfer: Transfer
+        if config.transport is TransportName.p2p and transport is None:
+            assert transform is None or isinstance(transform, Quantize), "of block FP8"
+            self._transfer = PeerTransfer(
+                source,
+                self._ranks,
+                engines,
+                address=address,
+                run_id=run_id,
+                timeout_s=config.timeout_s,
+                bucket_bytes=config.bucket_bytes,
+                pause=config.pause,
+                transform=transform,
+            )
+        else:
+            self._transfer = BucketTransfer(
+                source,
+                self._ranks,
+                engines,
+                config,
+                run_id=run_id,
+                deadline_s=deadline_s,
+                transport=transport,
+                model_dir=model_dir,
+                run_dir=run_dir,
+                transform=transform,
+            )
+        self._num_engines = len(engines)
         self._completed = -1
-        self._deadline_s = deadline_s
 
     def use(self, engines: Sequence[EngineControl]) -> None:
         """Send to these engines from the next version on, also to those that were taken out.
@@ -90,11 +109,8 @@ class ResyncSession:
         Raises:
             ValueError: see `plan_resync`.
         """
-        plan = self._make_plan(engines)
-        self._engines = list(engines)
-        if plan.senders != self._plan.senders:
-            self._close_pipeline()
-            self._plan = plan
+        self._transfer.use(engines)
+        self._num_engines = len(engines)
 
     def run(self, version: int, on_progress: Progress | None = None) -> ResyncReport | None:
         """Bring every engine to the source's weights; rank 0 gets the report.
@@ -108,12 +124,10 @@ class ResyncSession:
         if version <= self._completed:
             raise ValueError(f"resync of version {version}: version {self._completed} has been sent already")
         start, clock = time.monotonic(), Clock()
-        sender = self._plan.sender(self._ranks.rank)
-        mine = [engine for engine in self._engines if sender and engine.name in sender.engines]
-        calls = EngineCalls(mine, self._config.timeout_s)
+        calls = EngineCalls(self._transfer.mine(), self._config.timeout_s)
         try:
             expected = ExpectedFingerprints(self._layout, self._transform, self._config, version)
-            self._transfer(version, calls, clock, expected, on_progress)
+            self._transfer.run(version, calls, clock, expected, on_progress)
             report = self._activate(version, calls, clock, expected, start)
         except (RankError, OSError) as error:
             raise ResyncError(f"resync of version {version} failed: {error}") from error
@@ -123,55 +137,8 @@ class ResyncSession:
 
     def close(self) -> None:
         """Release shared memory and the engines; may be called more than once."""
-        self._close_pipeline()
-        self._transport.close()
+        self._transfer.close()
         self._ranks.close()
-
-    def _make_plan(self, engines: Sequence[EngineControl]) -> ResyncPlan:
-        return plan_resync(
-            self._layout,
-            self._ranks.nodes,
-            [engine.place for engine in engines],
-            transport=self._config.transport,
-            bucket_bytes=self._config.bucket_bytes,
-            transform=self._transform,
-        )
-
-    def _transfer(
-        self,
-        version: int,
-        calls: EngineCalls,
-        clock: Clock,
-        expected: ExpectedFingerprints,
-        on_progress: Progress | None,
-    ) -> None:
-        """Steps 1 to 3, repeated without the engines that fail."""
-        if self._pipeline is None:
-            self._pipeline = Pipeline(
-                self._plan, self._source, self._ranks, run_id=self._run_id, timeout_s=self._deadline_s
-            )
-
-        def sync_errors(place: str, error: Exception | None) -> None:
-            if isinstance(error, EngineError):
-                self._transport.finish_calls()
-            sync_errors_across_ranks(self._ranks, calls, version, place, error)
-
-        def prepare() -> None:
-            calls.each("pause", lambda engine: engine.pause(self._config.pause))
-            self._transport.begin(version, list(calls.engines))
-
-        while True:
-            try:
-                with clock("pause"):
-                    _together(calls, sync_errors, "before the first bucket", prepare)
-                send = self._transport.send if calls.engines else None
-                overlapping = self._transport.overlapping
-                self._pipeline.run(send, sync_errors, clock, on_progress, expected.record, overlapping=overlapping)
-                with clock("activate"):
-                    _together(calls, sync_errors, "after the last bucket", partial(self._transport.end, version))
-                return
-            except StartAgain:
-                continue
 
     def _activate(
         self, version: int, calls: EngineCalls, clock: Clock, expected: ExpectedFingerprints, start: float
@@ -189,21 +156,27 @@ class ResyncSession:
         if not any_wrong:
             with clock("activate"):
                 calls.each_or_out("resume", lambda engine: engine.resume())
-        assert self._pipeline is not None
-        memory = self._pipeline.nbytes
+        memory = self._transfer.nbytes
         parts = self._ranks.gather_objects(
-            (len(calls.engines), calls.failed, mismatching, stale, dict(clock.seconds), memory)
+            (
+                len(calls.engines),
+                calls.failed,
+                mismatching,
+                stale,
+                dict(clock.seconds),
+                memory,
+                self._transfer.sent_by_rank,
+            )
         )
-        engines, failures, mismatches, stales, seconds, memories = zip(*parts, strict=True)
+        engines, failures, mismatches, stales, seconds, memories, sent = zip(*parts, strict=True)
         failed = {name: reason for each in failures for name, reason in each.items()}
-        if self._engines and not sum(engines):
+        if self._num_engines and not sum(engines):
             reasons = "; ".join(failed.values())
             raise ResyncError(f"resync of version {version} failed after the last bucket: no engine is left: {reasons}")
-        buckets = self._plan.buckets
         return ResyncReport(
             version=version,
-            bytes=sum(bucket.sent_bytes for bucket in buckets),
-            buckets=len(buckets),
+            bytes=self._transfer.sent_bytes,
+            buckets=self._transfer.parts,
             seconds=time.monotonic() - start,
             stage_seconds={
                 stage: max(each.get(stage, 0.0) for each in seconds)
@@ -214,8 +187,10 @@ class ResyncSession:
             failed_engines=failed,
             stale_requests=sum(stales),
             peak_extra_bytes=max(memories),
-            written_bytes=self._transport.written_bytes,
-            changed_fraction=self._transport.changed_fraction,
+            sent_per_rank=sent,
+            received_per_rank=dict(self._transfer.received),
+            written_bytes=self._transfer.written_bytes,
+            changed_fraction=self._transfer.changed_fraction,
         )
 
     def _flush(self, engine: EngineControl) -> int:
@@ -248,11 +223,6 @@ class ResyncSession:
         ]
         return len(names), tuple(mismatching)
 
-    def _close_pipeline(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline = None
-
 
 def _loaded_prints(expected: ExpectedFingerprints, engine: EngineControl) -> dict[str, str]:
     """Fingerprints of the loaded tensors of an engine's model and of its draft model."""
@@ -260,33 +230,3 @@ def _loaded_prints(expected: ExpectedFingerprints, engine: EngineControl) -> dic
     names = [name for name in expected.names if name not in set(drafts)]
     prints = engine.fingerprints(names) if names else {}
     return prints | engine.draft_fingerprints(drafts) if drafts else prints
-
-
-def _together(calls: EngineCalls, sync_errors: SyncErrors, place: str, action: Callable[[], None]) -> None:
-    """Run an action on the ranks with engines; all ranks learn how it ended."""
-    error: Exception | None = None
-    if calls.engines:
-        try:
-            action()
-        except (EngineError, OSError) as raised:
-            error = raised
-    sync_errors(place, error)
-
-
-def make_transport(
-    config: ResyncConfig, plan: ResyncPlan, *, run_id: str, address: str, model_dir: Path, run_dir: Path
-) -> Transport:
-    """The transport that the config names; see ResyncSession for the arguments."""
-    if config.transport is TransportName.ipc:
-        return IpcTransport(config.timeout_s)
-    if config.transport is TransportName.collective:
-        return CollectiveTransport(
-            address,
-            f"slimrl-{run_id}",
-            config.timeout_s,
-            bucket_bytes=max((bucket.sent_bytes for bucket in plan.buckets), default=0),
-        )
-    root = Path(config.dir) / run_id if config.dir else run_dir / "resync"
-    specs = list({part.spec.name: part.spec for bucket in plan.buckets for part in bucket.sent}.values())
-    local_dir = Path(config.local_dir) / run_id if config.transport is TransportName.delta else None
-    return DiskTransport(root, specs, model_dir, config, local_dir)

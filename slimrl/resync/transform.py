@@ -32,7 +32,7 @@ from torch import Tensor
 from slimrl import device
 from slimrl.data.model_weights import Place, Region, TensorPart, TensorSpec
 from slimrl.models.weight_map import WeightMap
-from slimrl.quantization.fp8 import NOT_FINITE, BlockFp8, dequantize, quantize, quantize_batch
+from slimrl.quantization.fp8 import NOT_FINITE, BlockFp8, TileShape, dequantize, quantize, quantize_batch
 from slimrl.quantization.fp8_tensors import quantized_names
 from slimrl.resync.buckets import Bucket, Transform, rows_of
 from slimrl.resync.plan import Block, ResyncPlan
@@ -73,10 +73,20 @@ class Quantize:
 
     def __init__(self, fp8: BlockFp8, names: Collection[str]) -> None:
         self._fp8, self._names = fp8, frozenset(names)
+        # Of a large model they are asked for again and again.
+        self._specs: dict[TensorSpec, tuple[TensorSpec, TensorSpec]] = {}
 
     @property
     def row_multiple(self) -> int:
         return self._fp8.block[0]
+
+    @property
+    def block(self) -> TileShape:
+        return self._fp8.block
+
+    def sent_specs(self, spec: TensorSpec) -> list[TensorSpec]:
+        """Specs of a tensor as the engines get it, and of its scales if it has some."""
+        return [output.spec for output in self.outputs(rows_of(spec))]
 
     def changes(self, spec: TensorSpec) -> bool:
         return spec.name in self._names
@@ -88,7 +98,10 @@ class Quantize:
             return [part]
         assert start % self.row_multiple == 0, f"{spec.name}: cut at row {start}, within a tile"
         tiles = (start // self.row_multiple, -(-stop // self.row_multiple))
-        return [rows_of(self._fp8.quantized_spec(spec), start, stop), rows_of(self._fp8.scale_spec(spec), *tiles)]
+        if spec not in self._specs:
+            self._specs[spec] = self._fp8.quantized_spec(spec), self._fp8.scale_spec(spec)
+        values, scales = self._specs[spec]
+        return [rows_of(values, start, stop), rows_of(scales, *tiles)]
 
     def output_regions(self, spec: TensorSpec, region: Region) -> tuple[Region, ...] | None:
         """The regions of the outputs; None for a tensor that stays as it is, and for a region that has a part of a

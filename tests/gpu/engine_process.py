@@ -1,15 +1,16 @@
-"""An engine in a process of its own, without SGLang: it loads buckets by the plugin's own `update`.
+"""An engine in a process of its own, without SGLang: it loads buckets, and receives, by the plugin's own `update`.
 
 The trainer's rank talks to it over a socket, whose path is their meeting point.
 """
 
 import base64
+import json
 import os
 import pickle
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,13 @@ from engine_ranks import OnlyRank
 from machine import spin
 
 from slimrl import device
+from slimrl.data.boxes import Box
 from slimrl.data.engine import EngineError
-from slimrl.data.model_weights import EnginePlace, GroupSpec, TensorPart
-from slimrl.engines.plugin import bucket_loader
+from slimrl.data.model_weights import EngineModel, EnginePlace, GroupSpec, TensorPart
+from slimrl.data.peer_messages import Round
+from slimrl.engines.plugin import bucket_loader, kept_tensors
+from slimrl.engines.plugin.kept_tensors import KeptRegion
+from slimrl.engines.plugin.peer_receiver import plain_rounds
 from slimrl.models.fingerprint import fingerprint
 
 START_S = 120.0
@@ -32,6 +37,8 @@ START_S = 120.0
 
 class Weights:
     """Stands for SGLang's model: parameters by name, which loading copies into, after a while if that is asked for."""
+
+    config = SimpleNamespace()
 
     def __init__(self, load_s: float = 0.0) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
@@ -42,6 +49,14 @@ class Weights:
             spin(self._load_s)
         for name, value in named:
             self.loaded.setdefault(name, torch.empty_like(value)).copy_(value)
+
+    def regions(self) -> dict[str, list[KeptRegion]]:
+        """Takes the place of `kept_regions`: the whole of each tensor."""
+        if self._load_s:
+            spin(self._load_s)
+        return {
+            name: [KeptRegion(tuple((0, size) for size in value.shape), value)] for name, value in self.loaded.items()
+        }
 
 
 class Served:
@@ -60,14 +75,24 @@ class Served:
         self._segments.add(segment)
         self._update(bucket_loader.bucket_payload(segment, parts))
 
-    def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
-        self._update(bucket_loader.open_payload(group, first_rank))
+    def keep(self, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Have parameters of these shapes and dtypes, which are received over p2p."""
+        for name, (shape, dtype) in tensors.items():
+            self.model.loaded[name] = torch.zeros(shape, dtype=dtype, device=device.compute_device())
 
-    def load_received(self, group: str, number: int, parts: Sequence[TensorPart]) -> None:
-        self._update(bucket_loader.received_payload(group, number, parts))
+    def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:
+        return [{name: [tuple((0, size) for size in value.shape)] for name, value in self.model.loaded.items()}]
 
-    def leave_group(self, group: str) -> None:
-        bucket_loader.leave_group(self._ranks)
+    def join_group(
+        self, group: GroupSpec, rounds: Sequence[Mapping[EngineModel, Sequence[Round]]], fed: GroupSpec | None
+    ) -> None:
+        (only,) = rounds
+        plain = {model.value: plain_rounds(each) for model, each in only.items()}
+        self._update(bucket_loader.join_payload(group, plain, fed))
+
+    def receive(self, group: str, model: EngineModel, version: int) -> list[int]:
+        counts: list[int] = json.loads(self._update(bucket_loader.receive_payload(group, model, version)))
+        return counts
 
     def end_update(self) -> None:
         bucket_loader.around_end_update(lambda *_, run_post_load: None, self._updater, run_post_load=False)
@@ -82,10 +107,11 @@ class Served:
         """Different shared buffers that were loaded from."""
         return len(self._segments)
 
-    def _update(self, payload: str) -> None:
+    def _update(self, payload: str) -> str:
         done, message = bucket_loader.update(self.model, pickle.loads(base64.b64decode(payload)), self._ranks)
         if not done:
             raise EngineError(message)
+        return message
 
 
 def serve(path: Path, gpu: int = 0, load_s: float = 0.0) -> None:
@@ -99,6 +125,7 @@ def serve(path: Path, gpu: int = 0, load_s: float = 0.0) -> None:
         torch.cuda.set_device(gpu)
         torch.zeros(1, device=device.compute_device())
     served = Served(load_s)
+    kept_tensors.kept_regions = lambda model: model.regions()
     with Listener(str(path)) as listener, listener.accept() as connection:
         while True:
             try:
@@ -151,14 +178,16 @@ class RemoteEngine:
     def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
         self.ask("load_shared_bucket", segment, parts)
 
-    def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
-        self.ask("open_receivers", group, first_rank)
+    def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:
+        return self.ask("kept", model)
 
-    def load_received(self, group: str, number: int, parts: Sequence[TensorPart]) -> None:
-        self.ask("load_received", group, number, parts)
+    def join_group(
+        self, group: GroupSpec, rounds: Sequence[Mapping[EngineModel, Sequence[Round]]], fed: GroupSpec | None
+    ) -> None:
+        self.ask("join_group", group, rounds, fed)
 
-    def leave_group(self, group: str) -> None:
-        self.ask("leave_group", group)
+    def receive(self, group: str, model: EngineModel, version: int) -> list[int]:
+        return self.ask("receive", group, model, version)
 
     def end_update(self) -> None:
         self.ask("end_update")

@@ -1,4 +1,4 @@
-"""A broadcast that ends in an error because the group's other member takes no part in it."""
+"""A message that ends in an error because the group's other member takes no part in it."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from machine import on_gpu
 
 from slimrl import device
 from slimrl.data.model_weights import GroupSpec
-from slimrl.resync.ipc.broadcast_group import BroadcastGroup, GroupError
+from slimrl.resync.p2p.peer_group import GroupError, Move, PeerGroup
 
 NBYTES = 1 << 20
 GRACE_S = 10.0
@@ -18,11 +18,19 @@ GRACE_S = 10.0
 def group_of_two(port: int) -> GroupSpec:
     return GroupSpec(
         name="absent", address="127.0.0.1", port=port, world_size=2, backend=device.collective_backend(),
-        bucket_bytes=NBYTES, timeout_s=60.0,
+        timeout_s=60.0,
     )  # fmt: skip
 
 
-def broadcast_to_nobody(group: BroadcastGroup, deadline_s: float) -> tuple[str, float, bool, float]:
+def send(group: PeerGroup, data: torch.Tensor, deadline: float) -> None:
+    """Send to member 1 as a trainer rank does."""
+    announced = group.tell([1], [[data.numel()]], deadline)
+    group.told([1], 1, deadline)
+    announced.wait()
+    group.start([Move(1, data, sends=True)], deadline).wait()
+
+
+def send_to_nobody(group: PeerGroup, deadline_s: float) -> tuple[str, float, bool, float]:
     """(the error, seconds until it came, whether it came only as the group was dropped, seconds of a synchronisation).
 
     The group is dropped, and the GPU computes afterwards.
@@ -32,15 +40,15 @@ def broadcast_to_nobody(group: BroadcastGroup, deadline_s: float) -> tuple[str, 
     raised: list[tuple[str, float]] = []
     start, current = time.monotonic(), device.compute_device()
 
-    def send():
+    def try_to_send():
         if on_gpu():
             torch.cuda.set_device(current)
         try:
-            group.broadcast(data, deadline=start + deadline_s)
+            send(group, data, start + deadline_s)
         except GroupError as error:
             raised.append((str(error), time.monotonic() - start))
 
-    sending = threading.Thread(target=send, daemon=True)
+    sending = threading.Thread(target=try_to_send, daemon=True)
     sending.start()
     sending.join(deadline_s + GRACE_S)
     needed_drop = sending.is_alive()
@@ -55,9 +63,9 @@ def broadcast_to_nobody(group: BroadcastGroup, deadline_s: float) -> tuple[str, 
 
 
 def check(found: tuple[str, float, bool, float], deadline_s: float) -> str:
-    """What `broadcast_to_nobody` has to find, in words for the table."""
+    """What `send_to_nobody` has to find, in words for the table."""
     error, seconds, needed_drop, synchronised_s = found
-    assert error.startswith("broadcast: ")
+    assert error.startswith("message ")
     assert 0.5 * deadline_s < seconds
     assert synchronised_s < 5
     return f"error after {seconds:.1f} s" + (", when this member left" if needed_drop else ", at the deadline")

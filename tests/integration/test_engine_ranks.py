@@ -7,18 +7,21 @@ import httpx
 import psutil
 import pytest
 import torch
+from engine_layouts import ENGINE_LAYOUTS
 from engine_probes import KEY, transformers_class
 from slimrl_tools.toy.toy import ToySize, write_toy
-from small_models import WITH_EXPERTS
 
 from slimrl.checkpoints.checkpoint_reader import read_whole
 from slimrl.checkpoints.hf_checkpoint import open_hf_checkpoint, open_stored
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.wrapper import Stacking, wrapper_of
+from slimrl.data.boxes import elements
+from slimrl.data.model_weights import EngineModel
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
-from slimrl.models.family import FAMILIES
+from slimrl.estimates.resync.engine_regions import planned_kept
+from slimrl.models.family import family_of
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
@@ -26,18 +29,10 @@ from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 SIZE = ToySize(init_std=0.1)
-WRAPPED_WITH_EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe_wrapped", "kimi_k25")
 TIMEOUT_S = 60.0
+CPU_MULTIPLE = 32
+"""To which SGLang pads the shards of experts and of dense layers on a CPU."""
 PROMPT = [3 + 17 * position % 250 for position in range(60)]
-
-
-def layouts(family: str) -> list[tuple[int, int, int]]:
-    """(tensor, expert, groups): groups where SGLang's model forms them, else more ranks than key-value heads."""
-    name = {"qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3"}.get(family, family.removesuffix("_wrapped"))
-    (row,) = (one for one in FAMILIES if one.name == name)
-    groups = [(2, 1, 2), (4, 2, 2)] if row.attention_groups else [(4, 2, 1)]
-    # SGLang loads the experts of gpt-oss into no engine that has them apart.
-    return [one for one in [(1, 1, 1), (2, 1, 1), (2, 2, 1), *groups] if one[1] == 1 or family != "gpt_oss"]
 
 
 def engine_logprobs(url: str, length: int, group: int = 0) -> torch.Tensor:
@@ -66,13 +61,7 @@ def shared_memory_of(server: EngineServer) -> set[Path]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "tensor", "expert", "groups"),
-    [(family, *layout) for family in (*WITH_EXPERTS, *WRAPPED_WITH_EXPERTS) for layout in layouts(family)]
-    + [("qwen3_5", *layout) for layout in [(1, 1, 1), (2, 1, 1), (2, 1, 2)]]
-    + [(family, *layout) for family in ("qwen3", "qwen2", "llama") for layout in [(1, 1, 1), (2, 1, 1)]]
-    + [(family, *layout) for family in ("qwen3_vl", "qwen3_5_wrapped") for layout in [(1, 1, 1), (2, 1, 1)]],
-)
+@pytest.mark.parametrize(("family", "tensor", "expert", "groups"), ENGINE_LAYOUTS)
 def test_an_engine_of_several_ranks_computes_with_and_names_the_checkpoints_weights(
     tmp_path, family, tensor, expert, groups
 ):
@@ -116,12 +105,14 @@ def compare_engine(path, tensor=1, expert=1, groups=1):
             for length in (2, len(PROMPT))
             for group in range(groups)
         }
-        prints = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S, key=KEY).fingerprints(None)
+        control = SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S, key=KEY)
+        prints, kept = control.fingerprints(None), control.kept(EngineModel.target)
         named = shared_memory_of(server)
     finally:
         server.stop()
     # What has a name outlives an engine that is killed. The file of loads is known by its name, and removed.
     assert {path.name.split("@")[0] for path in named} == {"slimrl-loads"}
+    compare_kept(path, kept, expert, groups)
     with open_hf_checkpoint(path) as reader:
         tensors = {name: read_whole(reader, name) for name in reader.specs}
     if wrapper_of(read_hf_config(path)):
@@ -133,3 +124,40 @@ def compare_engine(path, tensor=1, expert=1, groups=1):
     expected_T = expected_T.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
     for (length, group), values in logprobs.items():
         assert (values - expected_T[: length - 1]).abs().max() < 2e-5, (length, group)
+
+
+def compare_kept(path, kept, expert, groups):
+    """What each rank of an engine says that it keeps, against what slimrl plans for it from config.json alone."""
+    hf_config = read_hf_config(path)
+    specs = family_of(hf_config).weight_map(hf_config).without_copies().specs(Precision.fp32.dtype)
+    planned = planned_kept(
+        specs,
+        hf_config,
+        tensor_parallel=len(kept),
+        expert_parallel=expert,
+        attention_data_parallel=groups,
+    )
+    assert kept[0]
+    shapes = {spec.name: spec.shape for spec in specs}
+    for rank, (real, guess) in enumerate(zip(kept, planned, strict=True)):
+        for name, boxes in guess.items():
+            said = sorted(real.get(name, ()))
+            if said != sorted(boxes):
+                # On a CPU SGLang pads widths of which ranks have shards, so the first ranks have more of them.
+                # Rows of gate and up alternate in one tensor of gpt-oss.
+                multiple = 2 * CPU_MULTIPLE if "gate_up_proj" in name else CPU_MULTIPLE
+                of_ranks = [one.get(name, ()) for one in planned]
+                padded = [padded_box(box, of_ranks, shapes[name], multiple) for box in boxes]
+                assert said == [box for box in padded if elements(box)], (rank, name)
+        assert {name for name in real if name in shapes} <= guess.keys(), rank
+
+
+def padded_box(box, of_ranks, shape, multiple):
+    """The region of a rank if the shards of each dimension had a multiple of a size."""
+    edges = []
+    for dimension, (edge, size) in enumerate(zip(box, shape, strict=True)):
+        shards = sorted({one[dimension] for boxes in of_ranks for one in boxes})
+        step = -(-size // (len(shards) * multiple)) * multiple if len(shards) > 1 else size
+        first = shards.index(edge) * step
+        edges.append((min(first, size), min(first + step, size)))
+    return tuple(edges)

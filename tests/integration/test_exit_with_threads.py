@@ -13,55 +13,40 @@ import sys, threading, time
 sys.setswitchinterval(5.0)
 import torch
 from slimrl.data.model_weights import GroupSpec
-from slimrl.resync.ipc.broadcast_group import BroadcastGroup, serve_store
+from slimrl.resync.p2p.peer_group import Move, PeerGroup, serve_store
 from slimrl.resync.engine_calls import SendThread
-from slimrl.engines.plugin.bucket_receiver import EngineReceivers
 
-class OnlyRank:
-    rank, per_node = 0, 1
+store = serve_store("127.0.0.1", 2.0)
+spec = GroupSpec(name="group", address="127.0.0.1", port=store.port, world_size=2, backend="gloo", timeout_s=2.0)
+deadline = time.monotonic() + 2
+data = torch.zeros(1000, dtype=torch.uint8)
+members = {}
 
-    def exchange(self, value):
-        return [value]
+def join(member):
+    members[member] = PeerGroup(spec, member)
 
-store = serve_store("127.0.0.1", 2, 2.0)
-spec = GroupSpec(
-    name="group", address="127.0.0.1", port=store.port, world_size=2, backend="gloo", bucket_bytes=160, timeout_s=2.0
-)
-if sys.argv[1] == "receive":
-    receivers = EngineReceivers(OnlyRank())
-    receivers.open_version(spec, 1)
-    source = BroadcastGroup(spec, 0, store)
-    time.sleep(0.5)
-elif sys.argv[1] == "send":
-    silent = []
-    joining = threading.Thread(target=lambda: silent.append(BroadcastGroup(spec, 1)))
-    joining.start()
-    source = BroadcastGroup(spec, 0, store)
-    joining.join()
-    sending = SendThread(lambda: source.broadcast(torch.zeros(1000)))
-    time.sleep(0.5)
-else:
-    members = []
-
-    def receive():
-        members.append(BroadcastGroup(spec, 1))
-        for _ in range(50):
-            members[0].broadcast(torch.zeros(1000))
-
-    joining = threading.Thread(target=receive)
-    joining.start()
-    source = BroadcastGroup(spec, 0, store)
+def exchange(member):
+    join(member)
     for _ in range(50):
-        source.broadcast(torch.zeros(1000))
-    joining.join()
+        members[member].start([Move(1 - member, data.clone(), sends=member == 0)], deadline).wait()
+
+other = threading.Thread(target=exchange if sys.argv[1] == "none" else join, args=(1,))
+other.start()
+if sys.argv[1] == "none":
+    exchange(0)
+    other.join()
+else:
+    join(0)
+    other.join()
+    message = Move(1, data, sends=sys.argv[1] == "send")
+    sending = SendThread(lambda: members[0].start([message], deadline).wait())
+    time.sleep(0.5)
 print(*sorted(thread.name for thread in threading.enumerate()))
 """
 
 
-@pytest.mark.parametrize(
-    ("moment", "threads"), [("receive", ["receive-buckets"]), ("send", ["resync-send"]), ("none", [])]
-)
-def test_it_ends_after_the_last_broadcast_or_once_that_is_out_of_time(moment: str, threads: list[str]):
+@pytest.mark.parametrize(("moment", "threads"), [("receive", ["resync-send"]), ("send", ["resync-send"]), ("none", [])])
+def test_it_ends_after_the_last_message_or_once_that_is_out_of_time(moment: str, threads: list[str]):
     command = [sys.executable, "-c", PROCESS, moment]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.split() == ["MainThread", *threads]

@@ -98,7 +98,7 @@ def synced(tmp_path, family_name, transports, precision) -> list[ResyncReport]:
     ],
 )
 def test_an_engine_computes_with_what_the_trainer_sent(tmp_path, family_name, precision):
-    reports = synced(tmp_path, family_name, [TransportName.collective, TransportName.ipc], precision)
+    reports = synced(tmp_path, family_name, [TransportName.p2p, TransportName.ipc], precision)
     hf_config = read_hf_config(tmp_path / "a")
     specs = family_of(hf_config).weight_map(hf_config).specs("bfloat16" if precision is Precision.bf16 else "float32")
     for report in reports:

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(300
 BUCKET_BYTES = 8_000_000
 
 
-@pytest.mark.parametrize("transport", ["ipc", "collective"])
+@pytest.mark.parametrize("transport", ["ipc", "p2p"])
 def test_a_real_resync_is_measured(tmp_path, transport):
     arguments = [
         f"run.dir={tmp_path / 'runs'}",

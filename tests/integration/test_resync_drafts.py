@@ -39,7 +39,7 @@ pytestmark = [
 TIMEOUT_S = 90.0
 BUCKET_BYTES = 30_000
 """Less than the projection of a layer for multi-token prediction has, so that its rows are copied."""
-VERSIONS = [TransportName.ipc, TransportName.collective, TransportName.disk, TransportName.delta, TransportName.delta]
+VERSIONS = [TransportName.ipc, TransportName.p2p, TransportName.disk, TransportName.delta, TransportName.delta]
 
 
 def send_over_each_transport(rank, world_size, port, url, num_ranks, models, drafted, folder):

@@ -19,6 +19,12 @@ LARGE = {
     "deepseek_v3/deepseek_v3_gspo_disaggregated.yaml": "DeepSeek-V3",
     "deepseek_v3/kimi_k2_gspo_disaggregated.yaml": "Kimi-K2",
 }
+ON_TWO_NODES = [
+    "rollout.engine_tp=16",
+    "rollout.engine_ep=16",
+    "rollout.engine_nodes=2",
+    "rollout.engine_attention_dp=1",
+]
 THOUSAND_RANKS = [
     "model.path=models/Kimi-K2-BF16",
     "trainer.num_ranks=1024",
@@ -54,6 +60,41 @@ def test_a_trillion_parameters_on_a_thousand_ranks_are_estimated_in_seconds():
     assert 100 * found["sent_bytes"] < found["link_bytes"]["network"] < 128 * found["sent_bytes"]
     # The eight adapters of each node receive nearly the whole model.
     assert found["seconds"] > 0.9 * found["sent_bytes"] / 8 / 50e9
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("recipe", "changes", "most_seconds"),
+    [
+        ("qwen3_moe/qwen3_235b_a22b_gspo_disaggregated.yaml", ["rollout.num_engines=8"], 1.5),
+        ("deepseek_v3/deepseek_v3_gspo_disaggregated.yaml", ["rollout.num_engines=8", *ON_TWO_NODES], 2.5),
+        ("deepseek_v3/kimi_k2_gspo_disaggregated.yaml", ["rollout.num_engines=16", *ON_TWO_NODES], 3.0),
+    ],
+)
+def test_a_large_model_reaches_its_engines_in_seconds_and_in_at_most_twice_what_the_adapters_need(
+    recipe, changes, most_seconds
+):
+    found = estimate(str(RECIPES / recipe), *changes)
+    assert found["trainer_ranks"] == found["engines"] * found["ranks_per_engine"]
+    assert found["limit_seconds"] < found["seconds"] < min(most_seconds, 2 * found["limit_seconds"])
+
+
+def test_with_p2p_all_that_engines_keep_is_sent_by_all_trainer_ranks():
+    found = estimate(str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo_disaggregated.yaml"))
+    sent, kept = found["sent_by_rank"], found["kept_by_rank"]
+    # Rows of what ranks keep twice or more enter an engine once. Otherwise each rank keeps an eighth.
+    assert found["sent_bytes"] / 8 < kept["mean"] < 1.02 * found["sent_bytes"] / 8
+    assert 8 * sent["mean"] == pytest.approx(found["sent_bytes"], rel=1e-6)
+    assert sent["least"] > 0.99 * sent["most"]
+    assert found["link_bytes"]["network"] == pytest.approx(found["sent_bytes"], rel=1e-6)
+    assert found["limit_seconds"] == kept["most"] / 50e9
+    assert "buckets" not in found
+    recipe = str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo_disaggregated.yaml")
+    result = CliRunner().invoke(app, ["resync", "estimate", recipe])
+    for text in ("sent by each trainer rank", f"{found['rounds']}", "limit: ", "estimated: "):
+        assert text in result.stdout
+    slow = estimate(recipe, "--network-gb-per-s", "1")
+    assert slow["seconds"] > slow["limit_seconds"] == pytest.approx(50 * found["limit_seconds"])
 
 
 def test_engines_in_block_fp8_get_half_of_the_bytes():
@@ -96,6 +137,10 @@ def test_speeds_can_be_given():
         (["--gpus-per-node", "4"], "no number of nodes with 4 GPUs is enough: rollout.engine_tp = 8"),
         (["resync.transport=delta"], "command line: resync.transport: delta sends what an update changes"),
         (["resync.bucket_bytes=100"], "command line: resync.bucket_bytes: 100 bytes are too few: one row of model."),
+        (
+            ["resync.transport=p2p", "rollout.colocated=false", "resync.bucket_bytes=5000"],
+            "resync.bucket_bytes: 5000 bytes are too few: one row of model.layers.0.self_attn.o_proj.weight has",
+        ),
         (["--network-gb-per-s", "inf"], "network_gb_per_s inf: must be a finite number"),
         (["--gpus-per-node", "0"], "--gpus-per-node 0: must be at least 1"),
         (["--network-gb-per-s", "0"], "network_gb_per_s 0.0: must be above 0"),

@@ -7,18 +7,21 @@ import torch
 from checkpoint_source import CheckpointSource
 from cli_runs import RECIPES, make_workspace, succeed
 from engine_probes import KEY
+from ranks import run_ranks
 from safetensors.torch import load_file
 from slimrl_tools.derive.quantize import quantization
 from slimrl_tools.derive.rewrite import write_checkpoint
 from slimrl_tools.toy.toy import ToySize, write_toy
+from weight_sender import WeightSender
 
 from slimrl import device
 from slimrl.checkpoints.checkpoint_reader import read_whole
 from slimrl.checkpoints.hf_check import check_checkpoint
 from slimrl.checkpoints.hf_checkpoint import is_block_fp8, open_hf_checkpoint, open_stored
 from slimrl.config.schema.precision import Precision
-from slimrl.config.schema.resync import ResyncConfig, VerifyMode
+from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
 from slimrl.models.fingerprint import fingerprint
@@ -74,16 +77,21 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory):
+def server(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory):
     """Serves the checkpoint in block FP8."""
     rollout = RolloutConfig(max_trajectory_tokens=128, sglang={"max_total_tokens": 4096})
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     server = EngineServer(0, rollout, models[0], log, precision=Precision.fp32, key=KEY)
     try:
         server.wait_ready()
-        yield SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S, key=KEY)
+        yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(server: EngineServer) -> SglangControl:
+    return SglangControl("engine 0", server.url, timeout_s=TIMEOUT_S, key=KEY)
 
 
 def test_an_engine_without_fp8_starts_with_the_values_that_the_checkpoint_stands_for(models, engine):
@@ -93,10 +101,11 @@ def test_an_engine_without_fp8_starts_with_the_values_that_the_checkpoint_stands
     assert engine.fingerprints(list(expected)) == expected
 
 
-def test_it_is_sent_the_values_that_quantisation_leaves_of_the_weights(models, engine):
+@pytest.mark.parametrize("transport", [TransportName.ipc, TransportName.p2p])
+def test_it_is_sent_the_values_that_quantisation_leaves_of_the_weights(models, engine, transport):
     source = CheckpointSource(models[1])
     transform = engine_transform(models[0])
-    config = ResyncConfig(bucket_bytes=200_000, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
+    config = ResyncConfig(transport=transport, bucket_bytes=200_000, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
     session = ResyncSession(source, [engine], config, rank=0, run_id="fp8", transform=transform)
     report = session.run(1)
     session.close()
@@ -107,6 +116,35 @@ def test_it_is_sent_the_values_that_quantisation_leaves_of_the_weights(models, e
     expected = {name: fingerprint(value) for name, value in source.weights.items()}
     for name in changed:
         expected[name] = fingerprint(dequantize(*quantize(source.weights[name], BLOCK), torch.float32, BLOCK))
+    assert engine.fingerprints(list(expected)) == expected
+
+
+def send_shared_tiles(rank, world_size, port, fp8, second, url):
+    """From two ranks of tensor parallelism, whose shards begin and end within tiles."""
+    sender = WeightSender(rank, world_size, port, fp8, ParallelConfig(tensor=2), timeout_s=90.0)
+    sender.load(second)
+    control = SglangControl("engine 0", url, timeout_s=TIMEOUT_S, key=KEY)
+    config = ResyncConfig(
+        transport=TransportName.p2p, bucket_bytes=200_000, verify=VerifyMode.full, timeout_s=TIMEOUT_S
+    )
+    transform = engine_transform(fp8)
+    session = ResyncSession(sender.source, [control], config, rank=rank, run_id="fp8-p2p", transform=transform)
+    report = session.run(1)
+    session.close()
+    sender.close()
+    return report
+
+
+def test_tiles_that_two_ranks_share_are_quantised_as_one(models, server, engine):
+    report, _ = run_ranks(send_shared_tiles, 2, *models, server.url, timeout_s=200)
+    assert report.mismatching == ()
+    source = CheckpointSource(models[1])
+    transform = engine_transform(models[0])
+    expected = {name: fingerprint(value) for name, value in source.weights.items()}
+    for spec in source.specs:
+        if transform.changes(spec):
+            rounded = dequantize(*quantize(source.weights[spec.name], BLOCK), torch.float32, BLOCK)
+            expected[spec.name] = fingerprint(rounded)
     assert engine.fingerprints(list(expected)) == expected
 
 

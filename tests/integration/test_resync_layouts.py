@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(400
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 120_000
 """Cuts the embedding, the output layer and most of what attention has."""
-VERSIONS = (TransportName.ipc, TransportName.collective, TransportName.disk, TransportName.delta, TransportName.delta)
+VERSIONS = (TransportName.ipc, TransportName.p2p, TransportName.disk, TransportName.delta, TransportName.delta)
 """Transports of each layout's versions, in this order; the first `delta` is whole."""
 
 

@@ -7,8 +7,10 @@ in /dev/shm, which are counted once.
 import ctypes
 import gc
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,12 +23,15 @@ from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
-from slimrl.data.model_weights import packed_bytes
-from slimrl.models.fingerprint import add_hashes, as_hex, partial_hash
+from slimrl.data.model_weights import TensorSpec, packed_bytes
+from slimrl.engines.plugin.kept_tensors import KeptRegion
+from slimrl.engines.plugin.peer_receiver import PeerReceiver
+from slimrl.models.fingerprint import add_hashes, as_hex, fingerprint, partial_hash
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.memory import MemoryWatch
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.ipc.shared_buffer import open_shared
+from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transform import quantize_transform
 from slimrl.toys.sized_toy import sized_config, write_sized_toy
@@ -71,15 +76,20 @@ class Case:
 
     @property
     def buffers(self) -> int:
-        """Buffers of a bucket's size: two slots, and before them a staging buffer where something is transformed."""
+        """Buffers of a bucket's size: two slots, and before them a staging buffer where something is transformed. With
+        `p2p` one of each trainer rank and one of the engine, which lives here too."""
+        if self.transport is TransportName.p2p:
+            return 3
         return 2 if self.fp8_engines is None else 3
 
 
 PLAIN = Case()
+PEERS = Case(transport=TransportName.p2p, verify=VerifyMode.full, slack_bytes=SLACK_BYTES + HASHING_BYTES)
 CASES = [
     Case(verify=VerifyMode.full, slack_bytes=SLACK_BYTES + HASHING_BYTES),
     Case(verify=VerifyMode.full, fp8_engines=True, slack_bytes=SLACK_BYTES + HASHING_BYTES + QUANTISING_BYTES),
     Case(verify=VerifyMode.full, fp8_engines=False, slack_bytes=SLACK_BYTES + HASHING_BYTES + ROUNDING_BYTES),
+    PEERS,
     Case(transport=TransportName.disk),
     Case(transport=TransportName.delta, slack_bytes=SLACK_BYTES + 16 * MB),
 ]
@@ -110,6 +120,40 @@ class ReadingEngine(MemoryEngine):
         return {name: as_hex(self.hashes[name]) for name in names}
 
 
+class KeepingEngine(MemoryEngine):
+    """Receives every tensor whole, into parameters that it has from the start."""
+
+    def __init__(self, name: str, node: str, specs: Sequence[TensorSpec]) -> None:
+        super().__init__(name, node)
+        self.regions = {spec.name: [_parameter(spec)] for spec in specs}
+        self.seen = 0
+        self._receiver: PeerReceiver | None = None
+
+    def begin_update(self):
+        self.seen = 0
+
+    def kept(self, model):
+        return [{name: [region.box for region in regions] for name, regions in self.regions.items()}]
+
+    def join_group(self, group, rounds, fed):
+        alone = SimpleNamespace(rank=0, size=1, per_node=1)
+        self._receiver = PeerReceiver(group, alone, {model.value: each for model, each in rounds[0].items()}, fed)
+
+    def receive(self, group, model, version):
+        self._receiver.receive(model.value, version, self.regions)
+        self.seen += self._receiver.received_bytes
+        return [self._receiver.received_bytes]
+
+    def fingerprints(self, names):
+        return {name: fingerprint(self.regions[name][0].memory) for name in names}
+
+
+def _parameter(spec: TensorSpec) -> KeptRegion:
+    # Written, so that its memory is taken now.
+    memory = torch.full(spec.shape, 1, dtype=torch.uint8).to(getattr(torch, spec.dtype))
+    return KeptRegion(tuple((0, size) for size in spec.shape), memory)
+
+
 def give_back_freed_memory() -> None:
     """What loading left behind goes back to the system now, not while a resync is measured, where it would hide as much
     of what the resync takes.
@@ -125,8 +169,6 @@ def resync_twice(rank, world_size, port, model: Path, case: Case) -> tuple[int, 
         total_updates=1,
     )  # fmt: skip
     worker.load_hf()
-    engine = ReadingEngine("engine 0", "")
-    engine.hashing = case.verify is VerifyMode.full
     config = ResyncConfig(
         transport=case.transport, bucket_bytes=BUCKET_BYTES, verify=case.verify, timeout_s=TIMEOUT_S,
         dir=str(model.parent / "versions"), local_dir=str(model.parent / "local"), keep=1,
@@ -136,6 +178,12 @@ def resync_twice(rank, world_size, port, model: Path, case: Case) -> tuple[int, 
         hf_config = {**worker.hf_config, "quantization_config": BlockFp8().as_config()}
         weight_map = worker.family.weight_map(worker.hf_config)
         transform = quantize_transform(hf_config, weight_map, fp8_engines=case.fp8_engines)
+    if case.transport is TransportName.p2p:
+        specs = [tensor.spec for tensor in sent_tensors(worker.weight_source().layout(), transform)]
+        engine = KeepingEngine("engine 0", "", specs if rank == 0 else [])
+    else:
+        engine = ReadingEngine("engine 0", "")
+        engine.hashing = case.verify is VerifyMode.full
     give_back_freed_memory()
     with MemoryWatch([os.getpid()]) as memory:
         session = ResyncSession(
@@ -162,7 +210,7 @@ def extra_bytes(folder: Path, megabytes: int, case: Case) -> int:
     taken, seen, sent, planned = (sum(values) for values in zip(*results, strict=True))
     assert seen == sent
     assert sent < nbytes if case.fp8_engines else sent == nbytes
-    assert planned <= case.buffers * BUCKET_BYTES
+    assert planned <= (1 if case.transport is TransportName.p2p else case.buffers) * BUCKET_BYTES
     # What is measured holds at least the buffers themselves, or it would measure nothing.
     assert taken >= planned
     return taken
@@ -172,6 +220,7 @@ def extra_bytes(folder: Path, megabytes: int, case: Case) -> int:
     ("sizes", "case"),
     [
         pytest.param((64, 128), PLAIN, id="plain"),
+        pytest.param((64, 128), PEERS, id="p2p"),
         pytest.param((250, 1000), PLAIN, id="large", marks=pytest.mark.full),
         *(pytest.param((250, 1000), case, id=case.name, marks=pytest.mark.full) for case in CASES),
     ],

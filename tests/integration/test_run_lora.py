@@ -44,10 +44,14 @@ def test_supervised_training_of_adapters_lowers_the_loss_and_leaves_other_weight
     torch.testing.assert_close(loaded, merged, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "gpt_oss"])
-def test_engines_of_a_run_hold_the_merged_weights(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "transport"),
+    [("qwen3_moe", "ipc"), ("qwen3_moe", "p2p"), ("qwen3_vl_moe", "ipc"), ("gpt_oss", "p2p")],
+)
+def test_engines_of_a_run_hold_the_merged_weights(tmp_path, family, transport):
     workspace = make_workspace(tmp_path, family)
-    settings = ["steps=2", "resync.verify=full", "trainer.optimizer.lr=1e-2", "agent.parser=qwen25", *LORA]
+    settings = ["steps=2", f"resync.transport={transport}", "resync.verify=full", "trainer.optimizer.lr=1e-2"]
+    settings += ["agent.parser=qwen25", *LORA]
     succeed("train", str(RECIPES / "gspo_calculator.yaml"), *workspace.overrides(*settings), timeout_s=RUN_S)
     steps = [step for step in read_metrics(workspace.run_folder("gspo").metrics) if step["step"] > 0]
     # A resync fails if a fingerprint differs; the engines sampled the second step with the first update's weights.

@@ -98,9 +98,9 @@ def test_the_quickstart_in_small(tmp_path: Path, temporary_files: Path):
 
 
 @pytest.mark.full
-def test_a_run_that_resyncs_by_broadcast(tmp_path: Path):
+def test_a_run_that_resyncs_from_every_rank(tmp_path: Path):
     workspace = make_workspace(tmp_path)
-    settings = ["steps=2", "resync.transport=collective", "resync.verify=full", "resync.bucket_bytes=200000"]
+    settings = ["steps=2", "resync.transport=p2p", "resync.verify=full", "resync.bucket_bytes=200000"]
     succeed("train", GSPO, *workspace.overrides(*settings), timeout_s=RUN_S)
     assert_metrics_hold(read_metrics(workspace.run_folder("gspo").metrics), evaluated=False)
 

@@ -81,7 +81,7 @@ def die_in_a_resync(server: psutil.Process, run: CliRun, folder: RunFolder, tran
     """Stop the server and its children, so that the first step's resync waits for them, and kill it then."""
     for member in (server, *server.children(recursive=True)):
         member.suspend()
-    if transport == "collective":
+    if transport == "p2p":
         time.sleep(STOPPED_S)
     else:
         run.wait_until((folder.path / "resync" / "v000001").is_dir, RUN_S)
@@ -139,7 +139,7 @@ def test_an_engine_joins_with_a_node_and_leaves_with_it_and_the_run_goes_on(
     log = folder.log_file("driver")
     elastic = ("rollout.num_engines=2", "rollout.min_engines=1", "rollout.mode=async", "deterministic=false")
     more = overrides(
-        workspace, "elastic", *elastic, "steps=100000", "resync.transport=collective", "trainer.num_ranks=1",
+        workspace, "elastic", *elastic, "steps=100000", "resync.transport=p2p", "trainer.num_ranks=1",
         "trainer.parallel.expert=1", "reward.function=toy_reward:low_tokens_of_any_version", "resync.timeout_s=20",
         "algorithm.correction.level=token", "algorithm.score_every_steps=1",
     )  # fmt: skip
@@ -191,9 +191,9 @@ def test_a_run_on_two_nodes_is_bit_identical_to_one_on_this_machine_and_leaves_t
 @pytest.mark.full
 def test_engines_on_cores_of_their_own_get_the_weights_over_the_network(workspace: Workspace, start_nodes: StartNodes):
     nodes = start_nodes(1, 3)
-    more = overrides(workspace, "collective", "resync.transport=collective")
+    more = overrides(workspace, "p2p", "resync.transport=p2p")
     succeed("train", GSPO, *more, "--ray-address", nodes.address, timeout_s=RUN_S)
-    folder = workspace.run_folder("collective")
+    folder = workspace.run_folder("p2p")
     sender, _, *engines = nodes_of_slots(folder)
     # Which of the nodes Ray takes for the driver's, whose slots come first, is chance where they share an address.
     assert any(engine != sender for engine in engines)
@@ -203,7 +203,7 @@ def test_engines_on_cores_of_their_own_get_the_weights_over_the_network(workspac
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("transport", ["collective", "disk", "delta"])
+@pytest.mark.parametrize("transport", ["p2p", "disk", "delta"])
 def test_an_engine_over_both_nodes_gets_the_weights_on_each_and_generates(
     workspace: Workspace, start_nodes: StartNodes, tmp_path: Path, transport: str
 ):
@@ -250,7 +250,7 @@ def test_a_colocated_engine_over_both_nodes_gives_the_bits_of_one_on_a_node_with
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("moment", "transport"), [("rollout", "disk"), ("resync", "collective"), ("resync", "delta")])
+@pytest.mark.parametrize(("moment", "transport"), [("rollout", "disk"), ("resync", "p2p"), ("resync", "delta")])
 def test_an_engine_that_loses_its_part_on_the_second_node_is_replaced_on_both(
     workspace: Workspace, start_nodes: StartNodes, tmp_path: Path, moment: str, transport: str
 ):
@@ -283,7 +283,7 @@ def test_an_engine_that_loses_its_part_on_the_second_node_is_replaced_on_both(
     assert lines[1]["resync/replaced_engines"] == 1
     log = folder.log_file("driver").read_text()
     (said,) = [line for line in log.splitlines() if "restarted while the others go on" in line]
-    call = {"collective": r"engine 1, \w+:", "delta": "engine 1, update_weights_from_disk:"}
+    call = {"p2p": r"engine 1, \w+:", "delta": "engine 1, update_weights_from_disk:"}
     assert re.search(call.get(transport, "engine 1 part 1 was ended by SIGKILL"), said)
     servers = [line for line in log.splitlines() if "engine 1, server on" in line]
     assert [len({line.split()[-1] for line in started}) for started in (servers[:2], servers[2:])] == [2, 2]

@@ -34,7 +34,7 @@ INTEGRATION = {
         "test_resync_folders.py",
         "test_resync_faults.py",
         "test_resync_fp8.py",
-        "test_resync_collective.py",
+        "test_resync_p2p.py",
     ],
     "slimrl.rewards": [
         "test_symbolic_rewards.py",

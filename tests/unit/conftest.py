@@ -37,6 +37,25 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def in_process_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of peer groups find each other within the process: torch asks the name server for each connection."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from slimrl.resync.p2p import peer_group
+
+    stores = {}
+
+    def store_of(spec):
+        store = dist.HashStore()
+        store.set_timeout(timedelta(seconds=spec.timeout_s))
+        return stores.setdefault(spec.port, store)
+
+    monkeypatch.setattr(peer_group, "connect_store", store_of)
+
+
+@pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """What a version takes of a checkpoint besides the weights."""
     folder = tmp_path / "model"

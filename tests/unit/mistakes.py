@@ -108,7 +108,7 @@ SETTINGS = [
     ),
     setting("A trajectory is longer than the token budget", "trainer.max_tokens_per_rank=4096", recipe=A3B),
     setting("Advantages within a group of one", "rollout.samples_per_prompt=1", recipe=A3B),
-    setting("Shared GPUs, and a transport that needs others", "resync.transport=collective", recipe=A3B),
+    setting("Shared GPUs, and a transport that needs others", "resync.transport=p2p", recipe=A3B),
     setting("An engine's ranks do not divide the heads", "rollout.engine_tp=6", "rollout.engine_ep=6", recipe=A3B),
     setting("PPO's clip range with GSPO's ratios", "algorithm.clip_low=0.2", "algorithm.clip_high=0.28", recipe=A3B),
 ]

@@ -8,11 +8,12 @@ from engine_ranks import OnlyRank
 
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.data.engine import EngineError
-from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec, packed_bytes
-from slimrl.engines.plugin.bucket_receiver import EngineReceivers
+from slimrl.data.model_weights import EngineModel, EnginePlace, SourcePiece, TensorSpec, packed_bytes
+from slimrl.engines.plugin.kept_tensors import KeptRegion
+from slimrl.engines.plugin.peer_receiver import PeerReceiver
 from slimrl.models.fingerprint import fingerprint
-from slimrl.resync.ipc.broadcast_group import GroupError
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.resync.p2p.peer_group import GroupError
 from slimrl.resync.session import ResyncSession
 
 
@@ -35,15 +36,22 @@ class Source:
 
 
 class Engine:
-    """Keeps what it loads, and a log of what it was told."""
+    """Keeps what it loads, and a log of what it was told.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        keeps: the tensors that it receives over p2p; None for those of `weights`.
+    """
+
+    def __init__(self, name: str, keeps: dict[str, torch.Tensor] | None = None) -> None:
         self.name = name
         self.calls: list[str] = []
         self.loaded: dict[str, torch.Tensor] = {}
         self.version = -1
         self.fails_at: tuple[str, int] | None = None
-        self.receivers = EngineReceivers(OnlyRank())
+        self.keeps = weights() if keeps is None else keeps
+        self.drafts: tuple[str, ...] = ()
+        self.cuts_rows = False
+        self.receiver: PeerReceiver | None = None
         self.place = EnginePlace(name=name, nodes=("",))
         self.running = 0
         self.load_s = 0.0
@@ -91,21 +99,47 @@ class Engine:
         data = (SHARED_MEMORY_DIR / segment).read_bytes()[: packed_bytes(parts)]
         self._take(torch.frombuffer(bytearray(data), dtype=torch.uint8), parts)
 
-    def open_receivers(self, group, first_rank):
-        self._note("open")
-        self.receivers.open_version(group, first_rank)
+    def kept(self, model):
+        self._note("kept")
+        regions = self._regions(model, self.keeps)
+        return [{name: [region.box for region in each] for name, each in regions.items()}]
 
-    def load_received(self, group, number, parts):
-        self._note("receive")
-        try:
-            self._take(self.receivers.bucket(group, number)[: packed_bytes(parts)], parts)
-        except GroupError as error:
-            raise EngineError(f"{self.name}: {error}") from error
-        self.receivers.all_loaded(number)
+    def join_group(self, group, rounds, fed):
+        self._note("join")
+        (only,) = rounds
+        self.leave()
+        self.receiver = PeerReceiver(group, OnlyRank(), {model.value: list(each) for model, each in only.items()}, fed)
 
-    def leave_group(self, group):
-        self._note("leave")
-        self.receivers.close()
+    def leave(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+
+    def receive(self, group, model, version):
+        with self.loading:
+            time.sleep(self.load_s)
+            try:
+                self._note("receive")
+                assert self.receiver is not None
+                assert self.receiver.name == group
+                memory = {name: torch.zeros_like(value) for name, value in self.keeps.items()}
+                regions = self._regions(model, memory)
+                self.receiver.receive(model.value, version, regions)
+            except (GroupError, EngineError, ValueError) as error:
+                # As a rank of a real one leaves the group.
+                self.leave()
+                raise error if isinstance(error, EngineError) else EngineError(f"{self.name}: {error}") from error
+            self.loaded |= {name: memory[name] for name in regions}
+        return [self.receiver.received_bytes]
+
+    def _regions(self, model, memory):
+        """Of each tensor the whole; or, of an engine that is unlike others, its first row and the others."""
+        result = {}
+        for name, value in memory.items():
+            if (name in self.drafts) is (model is EngineModel.draft):
+                box = tuple((0, size) for size in value.shape)
+                cuts = [(0, 1), (1, len(value))] if self.cuts_rows and len(value) > 1 else [box[0]]
+                result[name] = [KeptRegion((rows, *box[1:]), value[slice(*rows)]) for rows in cuts]
+        return result
 
     def _take(self, flat, parts):
         with self.loading:

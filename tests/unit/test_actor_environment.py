@@ -19,7 +19,7 @@ NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
 
 
-def recipe_of(transport: TransportName = TransportName.collective, **sglang) -> Recipe:
+def recipe_of(transport: TransportName = TransportName.p2p, **sglang) -> Recipe:
     recipe = Recipe()
     recipe.resync.transport, recipe.rollout.sglang = transport, sglang
     return recipe

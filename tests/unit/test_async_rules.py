@@ -144,8 +144,8 @@ def test_what_is_said_of_a_colocated_recipe_makes_it_one_that_is_accepted_withou
     refused = CliRunner().invoke(app, ["config", "check", str(COLOCATED), *given])
     assert refused.exit_code == 1
     (line,) = (line for line in refused.output.splitlines() if f"{setting.partition('=')[0]}: " in line)
-    instead = re.findall(r"([a-z_]+\.[a-z_.]+) ([a-z]+)", line.partition(", or ")[2])
-    assert dict(instead)["resync.transport"] == "collective"
+    instead = re.findall(r"([a-z_]+\.[a-z_.]+) ([a-z0-9]+)", line.partition(", or ")[2])
+    assert dict(instead)["resync.transport"] == "p2p"
     taken = CliRunner().invoke(
         app, ["config", "check", str(COLOCATED), *given, *(f"{key}={value}" for key, value in instead)]
     )

@@ -165,11 +165,11 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
         ("rollout.engine_attention_dp=0", "rollout.engine_attention_dp", "0: must be at least 1."),
         ("resync.transport=delta", "resync.local_dir",
          "delta needs a folder on a local disk of each node, with room for the model."),
-        ("rollout.colocated=true resync.transport=collective", "rollout.colocated",
-         "collective needs engines on devices of their own. Use resync.transport ipc, or colocated false."),
-        ("rollout.engine_tp=4 rollout.engine_nodes=2 rollout.colocated=true resync.transport=collective",
+        ("rollout.colocated=true resync.transport=p2p", "rollout.colocated",
+         "p2p needs engines on devices of their own. Use resync.transport ipc, or colocated false."),
+        ("rollout.engine_tp=4 rollout.engine_nodes=2 rollout.colocated=true resync.transport=p2p",
          "rollout.colocated",
-         "collective needs engines on devices of their own. Use resync.transport disk or delta, or colocated false."),
+         "p2p needs engines on devices of their own. Use resync.transport disk or delta, or colocated false."),
         ("rollout.max_replacements=-1", "rollout.max_replacements", "-1: must be at least 0."),
         ("rollout.min_engines=5 rollout.num_engines=2", "rollout.min_engines",
          "5 is above rollout.num_engines 2. Use at most 2."),
@@ -177,7 +177,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "1 is below rollout.num_engines 2. Use 2 or more."),
         *(
             (f"rollout.max_engines=3 rollout.num_engines=2 {setting}", "rollout.max_engines",
-             "3 lets engines join on other nodes. Use rollout.colocated false, resync.transport collective, disk or "
+             "3 lets engines join on other nodes. Use rollout.colocated false, resync.transport p2p, disk or "
              "delta, rollout.engine_nodes 1 and deterministic false, or leave it out.")
             for setting in ("resync.transport=ipc", "deterministic=true resync.transport=disk",
                             "rollout.colocated=true resync.transport=disk trainer.num_ranks=4",
@@ -244,11 +244,11 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "2: layers for multi-token prediction (trainer.mtp.train) need 1."),
         ("rollout.speculative.mode=mtp resync.transport=disk", "rollout.speculative.mode",
          "mtp: with resync.transport disk SGLang would read the draft model's weights from the policy's version, which "
-         "lacks them. Use ipc or collective, or trainer.mtp.train true, or ngram."),
+         "lacks them. Use ipc or p2p, or trainer.mtp.train true, or ngram."),
         ("rollout.speculative.mode=eagle3 rollout.speculative.draft_model=/d resync.transport=delta "
          "resync.local_dir=/l", "rollout.speculative.mode",
          "eagle3: with resync.transport delta SGLang would read the draft model's weights from the policy's version, "
-         "which lacks them. Use ipc or collective, or ngram."),
+         "which lacks them. Use ipc or p2p, or ngram."),
         ("rollout.speculative.mode=ngram deterministic=true", "rollout.speculative.mode",
          "ngram: what is proposed depends on the clock and on other requests. Use off, or deterministic false."),
         ("rollout.speculative.mode=ngram rollout.routed_experts=true", "rollout.speculative.mode",
@@ -453,7 +453,7 @@ def test_a_number_for_a_text_of_another_form_is_judged_by_the_rules_as_a_text(fo
     [
         ("rollout.colocated=true", 0.85, None),
         ("rollout.colocated=true", 0.86, "leaves a colocated trainer 14% of a device"),
-        ("rollout.colocated=false resync.transport=collective", 0.86, None),
+        ("rollout.colocated=false resync.transport=p2p", 0.86, None),
         ("rollout.colocated=true", 1, "1: must lie between 0 and 1, both excluded."),
         ("rollout.colocated=true", 0, "0: must lie between 0 and 1, both excluded."),
     ],
@@ -488,7 +488,7 @@ def test_lengths_and_deadlines_within_each_other_may_be_equal_where_it_makes_sen
     assert problems_of([*equal.split(), "rollout.tool_timeout_s=600", "rollout.routed_experts=true"]) == []
 
 
-@pytest.mark.parametrize("transport", ["ipc", "collective", "disk", "delta resync.local_dir=copies"])
+@pytest.mark.parametrize("transport", ["ipc", "p2p", "disk", "delta resync.local_dir=copies"])
 def test_layers_that_are_trained_may_draft_whatever_the_transport(folder, transport):
     wanted = f"trainer.mtp.train=true rollout.speculative.mode=mtp resync.dir=versions resync.transport={transport}"
     assert "rollout.speculative.mode" not in [problem.key for problem in problems_of(wanted.split())]
@@ -499,7 +499,7 @@ def test_folders_that_the_transport_uses_and_devices_of_its_own_are_no_warning(f
     delta = ["resync.transport=delta", "resync.dir=versions", "resync.local_dir=copies"]
     assert problems_of(disk) == problems_of(delta) == []
     fraction = "rollout.sglang.mem_fraction_static=0.5"
-    assert problems_of([fraction, "resync.transport=collective"]) == problems_of([fraction, *disk]) == []
+    assert problems_of([fraction, "resync.transport=p2p"]) == problems_of([fraction, *disk]) == []
     assert problems_of([fraction, "rollout.colocated=true"]) == []
 
 
@@ -688,7 +688,7 @@ def test_a_warm_up_may_take_more_updates_than_the_run_has_steps(folder, schedule
         ("rollout.colocated=true", "rollout.colocated", "without rollout.sglang.mem_fraction_static SGLang takes "
          "memory as if it were alone on a GPU. Set it to 0.85 or less."),
         ("rollout.sglang.mem_fraction_static=0.5", "rollout.colocated", "with resync.transport ipc engines run on the "
-         "trainer's GPUs, and false lets both keep all of their memory. Set true, or resync.transport collective for "
+         "trainer's GPUs, and false lets both keep all of their memory. Set true, or resync.transport p2p for "
          "engines on GPUs of their own."),
         ("trainer.optimizer.warmup_updates=10 trainer.updates_per_rollout=3 rollout.prompts_per_step=3",
          "trainer.optimizer.warmup_updates",
@@ -764,7 +764,7 @@ def test_evaluations_in_training_need_a_set_and_may_be_left_out(folder):
 def test_engines_for_evaluations_need_one_that_runs_beside_the_training(folder, settings, message):
     beside = [
         "rollout.mode=async", "rollout.num_engines=2", "deterministic=false", "algorithm.correction.level=token",
-        "resync.transport=collective", "eval.engines=1",
+        "resync.transport=p2p", "eval.engines=1",
     ]  # fmt: skip
     found = [problem.message for problem in problems_of([*beside, *settings.split()]) if problem.key == "eval.engines"]
     assert len(found) == (message is not None), found

@@ -14,12 +14,13 @@ from engine_server import EngineServer, serving
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError, GenerateRequest
-from slimrl.data.model_weights import GroupSpec, TensorPart, TensorSpec
+from slimrl.data.model_weights import EngineModel, GroupSpec, TensorPart, TensorSpec
+from slimrl.data.peer_messages import Entry, Message
 from slimrl.engines import client
 from slimrl.engines.client import SglangEngine, batch_body, request_body
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.lockstep import LockstepEngine
-from slimrl.engines.plugin.bucket_loader import bucket_payload, open_payload, received_payload
+from slimrl.engines.plugin.bucket_loader import bucket_payload, join_payload, receive_payload
 from slimrl.engines.servers.control import EngineMemory, SglangControl
 
 
@@ -189,9 +190,16 @@ def control(wire: Wire) -> Iterator[SglangControl]:
 SPEC = TensorSpec(name="w", shape=(4, 2), dtype="float32")
 BUCKET = [TensorPart(spec=SPEC, start=1, stop=3, offset=8, nbytes=16)]
 DRAFTED = [replace(BUCKET[0], spec=replace(SPEC, mtp=True))]
-GROUP = GroupSpec(
-    name="g", address="10.0.0.1", port=1, world_size=3, backend="gloo", bucket_bytes=24, timeout_s=5.0
-)  # fmt: skip
+GROUP = GroupSpec(name="g", address="10.0.0.1", port=1, world_size=3, backend="gloo", timeout_s=5.0)
+ROUNDS = [
+    (
+        Message(
+            source=2, target=rank, ranks=(rank,), entries=(Entry("w", "float32", ((rank, rank + 1), (0, 2))),), nbytes=8
+        ),
+    )
+    for rank in range(2)
+]
+PLAIN = [{"target": [[(2, rank, (rank,), [("w", "float32", ((rank, rank + 1), (0, 2)))], 8)]]} for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +213,6 @@ GROUP = GroupSpec(
         (lambda c: c.flush_when_idle(), "flush_cache?timeout=9", {}),
         (lambda c: c.set_version(7), "update_weight_version", {"new_version": "7", "abort_all_requests": False}),
         (lambda c: c.resume(), "continue_generation", {}),
-        (lambda c: c.leave_group("g"), "destroy_weights_update_group", {"group_name": "g"}),
         (
             lambda c: c.load_checkpoint("/m"),
             "update_weights_from_disk",
@@ -231,18 +238,25 @@ GROUP = GroupSpec(
                 act,
                 "update_weights_from_tensor",
                 {
-                    "serialized_named_tensors": [said] * 2,
+                    "serialized_named_tensors": said,
                     "load_format": "flattened_bucket",
                     "flush_cache": False,
                     "selector": selector,
                 },
             )
             for act, said, selector in (
-                (lambda c: c.load_shared_bucket("s", BUCKET), bucket_payload("s", BUCKET), "target"),
-                (lambda c: c.load_shared_bucket("s", DRAFTED), bucket_payload("s", DRAFTED), "draft"),
-                (lambda c: c.open_receivers(GROUP, 1), open_payload(GROUP, 1), "target"),
-                (lambda c: c.load_received("g", 4, BUCKET), received_payload("g", 4, BUCKET), "target"),
-                (lambda c: c.load_received("g", 4, DRAFTED), received_payload("g", 4, DRAFTED), "draft"),
+                (lambda c: c.load_shared_bucket("s", BUCKET), [bucket_payload("s", BUCKET)] * 2, "target"),
+                (lambda c: c.load_shared_bucket("s", DRAFTED), [bucket_payload("s", DRAFTED)] * 2, "draft"),
+                (
+                    lambda c: c.join_group(GROUP, [{EngineModel.target: [each]} for each in ROUNDS], None),
+                    [join_payload(GROUP, each, None) for each in PLAIN],
+                    "target",
+                ),
+                (
+                    lambda c: c.join_group(GROUP, [{EngineModel.target: [each]} for each in ROUNDS], GROUP),
+                    [join_payload(GROUP, each, GROUP) for each in PLAIN],
+                    "target",
+                ),
             )
         ),
     ],
@@ -251,6 +265,27 @@ def test_each_control_is_one_call_of_sglangs_route(wire: Wire, control: SglangCo
     act(control)
     assert wire.calls == [("POST", route, body)]
     assert wire.timeouts == [10.0]
+
+
+@pytest.mark.parametrize("message", ["[16, 24]", "[16, 24] | [16, 24]"])
+def test_an_engine_is_told_to_receive_and_says_what_came_to_each_rank(wire: Wire, control: SglangControl, message: str):
+    for model in EngineModel:
+        wire.answers["update_weights_from_tensor"] = [
+            httpx.Response(200, json={"success": True, "message": message}) for _ in range(2)
+        ]
+        assert control.receive("g", model, 9) == [16, 24]
+        _, route, body = wire.calls.pop()
+        assert (route, body["selector"]) == ("update_weights_from_tensor", model.value)
+        assert body["serialized_named_tensors"] == [receive_payload("g", model, 9)] * 2
+
+
+def test_what_the_ranks_of_a_model_keep_is_read(wire: Wire, control: SglangControl):
+    said = {"0": '{"w": [[[0, 2], [0, 4]]]}', "1": '{"w": [[[2, 4], [0, 4]]], "s": [[]]}'}
+    for model, names in ((EngineModel.target, said), (EngineModel.draft, {f"draft.{k}": v for k, v in said.items()})):
+        wire.answers["weights_checker"] = [httpx.Response(200, json={"ranks": [{"checksums": names}]})]
+        assert control.kept(model) == [{"w": [((0, 2), (0, 4))]}, {"w": [((2, 4), (0, 4))], "s": [()]}]
+        checked = {"action": "slimrl_kept", "skip_tensor_list": None, "selector": model.value}
+        assert wire.calls.pop() == ("POST", "weights_checker", checked)
 
 
 def test_memory_is_released_when_nothing_runs_any_more(wire: Wire, control: SglangControl):

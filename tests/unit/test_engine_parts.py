@@ -204,10 +204,10 @@ def test_impossible_parts_are_refused(tmp_path: Path):
         problems = recipe_problems(tmp_path / "recipe.yaml", [*given, *more])
         return [p.message for p in problems if p.key == "rollout.engine_nodes"]
 
-    over_network = "resync.transport=collective"
+    over_network = "resync.transport=p2p"
     assert messages("rollout.engine_tp=4", "rollout.engine_nodes=2", over_network) == []
     (message,) = messages("rollout.engine_tp=4", "rollout.engine_nodes=2")
-    assert message == "2: ipc reaches engines on one node. Use resync.transport collective, disk or delta."
+    assert message == "2: ipc reaches engines on one node. Use resync.transport p2p, disk or delta."
     (message,) = messages("rollout.engine_tp=4", "rollout.engine_nodes=2", "rollout.colocated=true")
     assert message == "2: ipc reaches engines on one node. Use resync.transport disk or delta."
     (message,) = messages("rollout.engine_tp=4", "rollout.engine_nodes=3", over_network)

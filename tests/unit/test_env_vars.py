@@ -185,7 +185,7 @@ def test_only_tensor_parallel_ranks_launch_through_one_queue():
 def test_what_nccl_needs_alike_at_both_ends_is_no_recipes_to_set_for_one():
     recipe = Recipe(trainer=TrainerConfig(env={"NCCL_NVLS_ENABLE": "1"}))
     assert list(environment_violations(recipe, trainer=True, engines=True)) == []
-    recipe.resync.transport = TransportName.collective
+    recipe.resync.transport = TransportName.p2p
     ((key, message),) = environment_violations(recipe, trainer=True, engines=True)
     assert key == "trainer.env.NCCL_NVLS_ENABLE"
     assert message.endswith("Set it where slimrl is started.")

@@ -189,7 +189,7 @@ def messages(overrides: list[str]) -> list[tuple[str, str]]:
         ("algorithm.name=gae", "Did you mean ppo?"),
         ("algorithm.name=reinforce_plus_plus", "Did you mean reinforce_pp?"),
         ("algorithm.loss=vanilla", "Did you mean ppo?"),
-        ("resync.transport=nccl", "Did you mean collective?"),
+        ("resync.transport=nccl", "Did you mean p2p?"),
         ("trainer.total_epochs=2", "no such key. Did you mean steps (each takes rollout.prompts_per_step prompts)? "),
         ("trainer.esi_redundant_time=2", "no such key. Did you mean checkpoint.grace_s? See preemption."),
         ("trainer.device=cuda", "has no counterpart. GPUs where there are any, else CPUs."),

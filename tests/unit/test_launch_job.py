@@ -512,7 +512,7 @@ def recipe(tmp_path: Path) -> list[str]:
         str(ROOT / "recipes" / "tiny_moe" / "gspo_calculator.yaml"),
         *(f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 't.jsonl'}"),
         *(f"data.eval.heldout={tmp_path / 't.jsonl'}", "trainer.num_ranks=8", "trainer.parallel.expert=8"),
-        *("rollout.num_engines=4", "rollout.engine_tp=2", "resync.transport=collective"),
+        *("rollout.num_engines=4", "rollout.engine_tp=2", "resync.transport=p2p"),
     ]
 
 

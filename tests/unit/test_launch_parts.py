@@ -42,7 +42,7 @@ BIN = Path(sys.prefix) / "bin"
 
 TINY = [
     "recipes/tiny_moe/gspo_calculator.yaml",
-    *("trainer.num_ranks=16", "trainer.parallel.expert=2", "rollout.num_engines=4", "resync.transport=collective"),
+    *("trainer.num_ranks=16", "trainer.parallel.expert=2", "rollout.num_engines=4", "resync.transport=p2p"),
 ]
 
 
@@ -174,7 +174,7 @@ def test_steps_run_in_the_container_with_one_task_on_each_node():
 def test_as_many_nodes_are_needed_as_places_for_ranks_and_engines_make():
     recipe = Recipe()
     recipe.trainer.num_ranks, recipe.rollout.num_engines, recipe.rollout.engine_tp = 16, 4, 2
-    recipe.resync.transport = TransportName.collective
+    recipe.resync.transport = TransportName.p2p
     assert nodes_needed(recipe, 8, sft=False) == 3
     assert nodes_needed(recipe, 8, sft=True) == 2
     recipe.rollout.colocated = True

@@ -8,6 +8,7 @@ import pytest
 from slimrl import device
 from slimrl.config.problems import Problem
 from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.runtime.checks.model_check import model_problems
@@ -34,7 +35,7 @@ def problems(
         has_critic=False,
         model=SimpleNamespace(path=str(toy), megatron=None),
         trainer=TrainerConfig(megatron=megatron, precision=Precision.fp32),
-        resync=SimpleNamespace(bucket_bytes=10**9),
+        resync=SimpleNamespace(bucket_bytes=10**9, transport=TransportName.ipc),
     )
     loaded = SimpleNamespace(
         recipe=recipe,

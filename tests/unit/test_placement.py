@@ -20,7 +20,7 @@ def cluster(*slots: int) -> list[Node]:
 def recipe(*, colocated: bool = True, engine_tp: int = 1, **parallel: int) -> Recipe:
     made = Recipe()
     made.trainer.parallel = ParallelConfig(**parallel)
-    made.resync.transport = TransportName.collective
+    made.resync.transport = TransportName.p2p
     made.rollout.colocated = colocated
     made.rollout.engine_tp = engine_tp
     return made

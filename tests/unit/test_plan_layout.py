@@ -134,7 +134,7 @@ OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "
 
 def test_a_step_is_made_of_work_communication_and_the_host_s_updates_each_as_often_as_it_happens():
     given, hardware = recipe(8, updates=3, tensor=2, sequence=True, pipeline=2, megatron=OFFLOADED), Hardware()
-    given.resync.transport = TransportName.collective
+    given.resync.transport = TransportName.p2p
     found = planned(given, hardware, mean_tokens=400)
     batch = update_batch(given, sft=False, mean_tokens=400)
     assert (found.batch, found.updates) == (batch, 3)
@@ -203,7 +203,7 @@ def test_the_time_that_is_sent_is_the_sum_over_all_kinds_of_parallelism():
 
 def test_a_layout_fits_where_every_gpu_and_every_host_holds_its_share():
     given = recipe(4, pipeline=2)
-    given.resync.transport = TransportName.collective
+    given.resync.transport = TransportName.p2p
     plenty = planned(given, Hardware())
     assert (plenty.fits, plenty.problems) == (True, [])
     totals = [stage.total for stage in plenty.memory]
@@ -224,7 +224,7 @@ def test_a_layout_fits_where_every_gpu_and_every_host_holds_its_share():
     assert exact.fits
 
     offloaded = recipe(4, pipeline=2, megatron=OFFLOADED)
-    offloaded.resync.transport = TransportName.collective
+    offloaded.resync.transport = TransportName.p2p
     host = planned(offloaded, Hardware())
     # Main weights, two moments and gradients in float32 of 2 * 10**8 parameters over two ranks, four on a node.
     nbytes = 4 * 16 * 10**8
@@ -239,7 +239,7 @@ def test_a_layout_fits_where_every_gpu_and_every_host_holds_its_share():
 
 def test_engines_that_span_nodes_or_hold_no_trajectory_do_not_fit():
     given = recipe(4, pipeline=2)
-    given.resync.transport = TransportName.collective
+    given.resync.transport = TransportName.p2p
     given.rollout.engine_tp = 16
     (problem,) = planned(given, Hardware()).problems
     assert problem.startswith("rollout.engine_tp: 16 GPUs, but an engine runs on one node, which has 8.")
@@ -272,7 +272,7 @@ def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = Non
     )  # fmt: skip
     sent = Communication(tensor_s=0.5, context_s=0.0, expert_s=0.0, pipeline_s=0.25, data_s=0.25)
     given = recipe(4, updates=3, pipeline=2)
-    given.resync.transport = TransportName.collective
+    given.resync.transport = TransportName.p2p
     layout = LayoutPlan(
         recipe=given, stages=STAGES, layers=LAYERS, memory=memory, engine_gpu=engine_gpu, work=work,
         batch=Batch(tokens=4000, trajectory_tokens=400, micro_batches=6), communication=sent,
@@ -378,7 +378,7 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
 def test_a_plan_notes_what_it_takes_for_granted(settings, sft, mean_tokens, says):
     given = recipe(4)
     given.trainer.fp8 = settings.get("fp8", Fp8Scaling.off)
-    given.resync.transport = settings.get("transport", TransportName.collective)
+    given.resync.transport = settings.get("transport", TransportName.p2p)
     given.rollout.colocated = settings.get("colocated", False)
     found = _notes(SimpleNamespace(recipe=given, sft=sft), mean_tokens)
     assert len(found) == len(says)

@@ -89,17 +89,17 @@ def test_a_gpu_that_engines_reach_over_ipc_without_a_hand_over_holds_everything_
 
 
 def test_engines_with_gpus_of_their_own_leave_the_trainers_to_it():
-    found = memory_of(colocated=False, transport=TransportName.collective)
+    found = memory_of(colocated=False, transport=TransportName.p2p)
     assert list(found.phases) == ["train"]
     assert found.total == WEIGHTS + GRADIENTS + OPTIMIZER + WORK + SLOTS + RESERVE
     assert found.parts["engine_weights"] == found.parts["kv_cache"] == 0
-    facts, recipe = made(colocated=False, transport=TransportName.collective)
+    facts, recipe = made(colocated=False, transport=TransportName.p2p)
     assert engine_gpu_bytes(facts, recipe, HARDWARE) == ENGINE_WEIGHTS + KV_CACHE + SLOTS + RESERVE
 
 
 def test_the_first_of_two_stages_holds_two_micro_batches_and_the_last_one_the_logits():
     """Each stage's rank holds the optimizer states of a quarter of its parameters, since 4 ranks share them."""
-    asked = {"colocated": False, "transport": TransportName.collective, "pipeline": 2, "micro_batches": 4}
+    asked = {"colocated": False, "transport": TransportName.p2p, "pipeline": 2, "micro_batches": 4}
     first, last = (memory_of(**asked, stage=stage) for stage in (0, 1))
     state = WEIGHTS + GRADIENTS + 12 * PARAMETERS // 4
     assert first.phases == {"train": state + 2 * LAYER + BACKWARD + SLOTS + RESERVE}

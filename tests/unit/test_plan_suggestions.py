@@ -87,7 +87,7 @@ def test_a_suggested_recipe_keeps_the_tokens_of_a_micro_batch_and_fills_the_gpus
     even = suggest._with_layout(given, parallel, [[0, 1], [2, 3]], 12, {})
     assert even.trainer.megatron == {"moe_router_dtype": "fp64"}
     # Engines elsewhere, and the engines of a recipe that has none, stay as they are.
-    elsewhere = planned(transport=TransportName.collective)
+    elsewhere = planned(transport=TransportName.p2p)
     for other in (elsewhere, planned(sft=True)):
         assert suggest._with_layout(other, parallel, [[0]], 12, {}).rollout == other.recipe.rollout
 
@@ -176,7 +176,7 @@ def test_a_number_of_gpus_that_cannot_be_is_refused(given, gpus, count, message)
 def test_a_prime_number_of_ranks_is_refused_where_no_layout_is_legal(monkeypatch):
     monkeypatch.setattr(suggest, "legal_layouts", lambda *about: iter([]))
     with pytest.raises(ValueError, match="--gpus 7: no legal layout; try a number with more divisors"):
-        suggest.suggest(planned(transport=TransportName.collective), Hardware(), gpus=7, count=1)
+        suggest.suggest(planned(transport=TransportName.p2p), Hardware(), gpus=7, count=1)
 
 
 def test_a_whole_plan_of_a_toy_is_made_of_its_parts_and_takes_the_mean_length():
@@ -189,7 +189,7 @@ def test_a_whole_plan_of_a_toy_is_made_of_its_parts_and_takes_the_mean_length():
     assert made.step_s == made.layout.step_s + made.resync.seconds
     assert made.resync.sent_bytes == 2 * made.facts.parameters.total
     assert made.notes == plan._notes(made.planned, 80)
-    uneven = planned(pipeline=2, megatron={"num_layers_in_last_pipeline_stage": 2}, transport=TransportName.collective)
+    uneven = planned(pipeline=2, megatron={"num_layers_in_last_pipeline_stage": 2}, transport=TransportName.p2p)
     assert plan.make_plan(uneven, Hardware()).layout.layers == [[0], [1, 2]]
     alone = plan.make_plan(planned(sft=True), Hardware())
     assert (alone.resync, alone.facts.engine, alone.cluster.gpus) == (None, None, 2)
@@ -235,6 +235,16 @@ def test_slots_of_a_resync_are_as_large_as_its_largest_bucket():
         found = with_engines(replace(known, transform=transform), given.recipe, uneven, Hardware())
         assert found.slot_bytes == nbytes
     assert (known.slot_bytes, known.engine, known.transform) == (0, None, None)
+    given.recipe.resync.transport = TransportName.p2p
+    total = width * known.parameters.total
+    for bucket_bytes, slot_bytes in ((5000, 5000), (10 * total, total)):
+        given.recipe.resync.bucket_bytes = bucket_bytes
+        buckets = buckets_of(known, given.recipe)
+        assert [bucket.sent_bytes for bucket in buckets] == [total]
+        assert with_engines(known, given.recipe, buckets, Hardware()).slot_bytes == slot_bytes
+    given.recipe.resync.bucket_bytes = 100
+    with pytest.raises(ValueError, match=r"resync.bucket_bytes: 100 bytes are too few: one row of"):
+        buckets_of(known, given.recipe)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a resync against closed forms of small layouts."""
+"""Bytes and seconds of a resync in buckets against closed forms of small layouts."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.model_weights import EnginePlace, SourceLayout, SourcePiece, TensorSpec
-from slimrl.estimates.resync.estimate import Estimate, as_json, estimate
+from slimrl.estimates.resync.estimate import BucketEstimate, as_json, estimate
 from slimrl.estimates.resync.machine import GB, Machine
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.buckets import Transform
@@ -16,7 +16,7 @@ from slimrl.resync.transform import Quantize
 ROWS, COLUMNS = 1024, 256
 NBYTES = 2 * ROWS * COLUMNS
 
-SMOOTH = replace(Machine(), hop_us=0, gather_us=0, load_us=0, bucket_ms=0)
+SMOOTH = replace(Machine(), hop_us=0, gather_us=0, load_us=0)
 """Links alone take time."""
 
 
@@ -46,7 +46,7 @@ def estimated(
     bucket_bytes: int = NBYTES,
     transform: Transform | None = None,
     replicated: tuple[str, ...] = (),
-) -> Estimate:
+) -> BucketEstimate:
     plan = plan_resync(tensors, nodes, engines, transport=transport, bucket_bytes=bucket_bytes, transform=transform)
     return estimate(plan, engines, machine, transport=transport, replicated=replicated)
 
@@ -77,14 +77,14 @@ def test_a_node_gathers_as_long_as_its_leader_s_memory_or_the_links_into_it_need
         ({"network_gb_per_s": 0.0}, "network_gb_per_s 0.0: must be above 0"),
         ({"nvlink_gb_per_s": -1.0}, "nvlink_gb_per_s -1.0: must be above 0"),
         ({"hop_us": -1.0}, "hop_us -1.0: must be at least 0"),
-        ({"bucket_ms": float("nan")}, "bucket_ms nan: must be a finite number"),
+        ({"round_us": float("nan")}, "round_us nan: must be a finite number"),
         ({"pcie_gb_per_s": float("inf")}, "pcie_gb_per_s inf: must be a finite number"),
     ],
 )
 def test_a_speed_or_an_overhead_that_cannot_be_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         Machine(**change)
-    assert Machine(hop_us=0.0, gather_us=0, load_us=0, bucket_ms=0).hop_us == 0
+    assert Machine(hop_us=0.0, gather_us=0, load_us=0).hop_us == 0
 
 
 def test_what_every_engine_rank_holds_is_read_by_each():
@@ -121,41 +121,6 @@ def test_a_broadcast_takes_the_time_of_its_bytes_and_of_its_hops():
     assert result.stage_seconds["exchange"] == pytest.approx(expected)
 
 
-def test_a_collective_enters_every_node_of_an_engine_once():
-    engines = [engine("x", "c", num_ranks=4), engine("y", "c", num_ranks=4), engine("z", "d", "e", num_ranks=4)]
-    result = estimated(layout([(0,), (1,)]), ["a", "b"], engines, TransportName.collective)
-    assert result.link_bytes["network"] == NBYTES // 2 + 3 * NBYTES
-    # The second receiver on c; then three of four ranks of x and of y, and one of two on each node of z.
-    assert result.link_bytes["nvlink"] == NBYTES + 2 * 3 * NBYTES // 4 + 2 * NBYTES // 4
-    # Both leaders write a half into their own memory; then each receiver takes its share.
-    assert result.link_bytes["memory"] == 2 * NBYTES + 4 * (2 * NBYTES // 4)
-
-
-def test_a_receiver_gets_a_bucket_while_the_engine_loads_the_one_before():
-    machine = replace(SMOOTH, bucket_ms=50.0, network_gb_per_s=0.001)
-    engines = [engine("x", "b")]
-    result = estimated(layout([(0,)], tensors=3), ["a"], engines, TransportName.collective, machine=machine)
-    loading, receiving = 0.05 + 2 * NBYTES / (machine.memory_gb_per_s * GB), NBYTES / 1e6
-    assert receiving > loading
-    assert result.stage_seconds["send"] == pytest.approx(3 * receiving)
-    assert result.stage_seconds["end"] == pytest.approx(loading)
-    fast = replace(machine, network_gb_per_s=100.0)
-    result = estimated(layout([(0,)], tensors=3), ["a"], engines, TransportName.collective, machine=fast)
-    assert result.seconds == pytest.approx(3 * loading, rel=1e-3)
-
-
-def test_an_engine_beside_the_trainer_is_reached_without_the_network():
-    engines = [engine("x", "a", num_ranks=2), engine("y", "a", num_ranks=2)]
-    result = estimated(layout([(0,)]), ["a"], engines, TransportName.collective)
-    assert "network" not in result.link_bytes
-    # Two receivers, and the second rank of each engine, which takes a half.
-    assert result.link_bytes["nvlink"] == 2 * NBYTES + 2 * NBYTES // 2
-    assert result.stage_seconds["send"] == pytest.approx(NBYTES / (SMOOTH.nvlink_gb_per_s * GB))
-    elsewhere = estimated(layout([(0,)]), ["a"], [engine("x", "b"), engine("y", "c")], TransportName.collective)
-    assert elsewhere.link_bytes["network"] == 2 * NBYTES
-    assert "nvlink" not in elsewhere.link_bytes
-
-
 def test_a_bucket_is_sent_while_the_next_is_gathered():
     machine = replace(SMOOTH, memory_gb_per_s=1.0, nvlink_gb_per_s=2.0)
     engines = [engine("x", "a", num_ranks=4), engine("y", "a", num_ranks=4)]
@@ -179,11 +144,12 @@ def test_overheads_count_for_each_piece_and_tensor():
 def test_quantised_weights_are_gathered_whole_and_sent_small():
     transform = Quantize(BlockFp8(), ["layer0.weight"])
     engines = [engine("x", "b", num_ranks=2)]
-    plain = estimated(layout([(0,)]), ["a"], engines, TransportName.collective)
-    result = estimated(layout([(0,)]), ["a"], engines, TransportName.collective, transform=transform)
+    plain = estimated(layout([(0,)]), ["a"], engines, TransportName.disk)
+    result = estimated(layout([(0,)]), ["a"], engines, TransportName.disk, transform=transform)
     scales = 4 * (ROWS // 128) * (COLUMNS // 128)
     assert (result.gathered_bytes, result.sent_bytes) == (NBYTES, NBYTES // 2 + scales)
-    assert result.link_bytes["network"] == NBYTES // 2 + scales
+    # Written once and read once.
+    assert result.link_bytes["disk"] == 2 * (NBYTES // 2 + scales)
     assert result.stage_seconds["transform"] == pytest.approx(
         (NBYTES + NBYTES // 2 + scales) / (SMOOTH.memory_gb_per_s * GB)
     )
@@ -195,11 +161,11 @@ def test_nodes_send_each_other_quantised_weights():
     engines = [engine("x", "c", num_ranks=2)]
     scales = 4 * (ROWS // 128) * (COLUMNS // 128)
     sent = NBYTES // 2 + scales
-    # Three quarters are on other nodes than rank 0, in whole tiles; then the engine's node gets all of it.
+    # Three quarters are on other nodes than rank 0, in whole tiles.
     result = estimated(
-        layout([(0,), (1,), (2,), (3,)]), ["a", "b", "d", "e"], engines, TransportName.collective, transform=transform
+        layout([(0,), (1,), (2,), (3,)]), ["a", "b", "d", "e"], engines, TransportName.disk, transform=transform
     )
-    assert result.link_bytes["network"] == 3 * sent // 4 + sent
+    assert result.link_bytes["network"] == 3 * sent // 4
     # Node a receives on one adapter.
     assert result.stage_seconds["exchange"] == pytest.approx(3 * sent / 4 / (SMOOTH.network_gb_per_s * GB))
     # Each node quantises its quarter while the others do theirs.
@@ -207,8 +173,8 @@ def test_nodes_send_each_other_quantised_weights():
     assert result.stage_seconds["transform"] == pytest.approx(quarter / (SMOOTH.memory_gb_per_s * GB))
     # Pieces of 64 rows lie on two nodes within a tile: they travel as they are, and rank 0 quantises them all.
     holders = [(rank % 2,) for rank in range(16)]
-    torn = estimated(layout(holders), ["a", "b"], engines, TransportName.collective, transform=transform)
-    assert torn.link_bytes["network"] == NBYTES // 2 + sent
+    torn = estimated(layout(holders), ["a", "b"], engines, TransportName.disk, transform=transform)
+    assert torn.link_bytes["network"] == NBYTES // 2
     assert torn.stage_seconds["transform"] == pytest.approx((NBYTES + sent) / (SMOOTH.memory_gb_per_s * GB))
 
 
@@ -258,6 +224,7 @@ def test_the_figures_come_with_the_speeds_that_they_rest_on():
     assert told["machine"]["network_gb_per_s"] == 50.0
 
 
-def test_delta_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"delta sends what an update changes.*ipc, collective, disk"):
-        estimated(layout([(0,)]), ["a"], [engine("x", "a")], TransportName.delta)
+@pytest.mark.parametrize("transport", [TransportName.delta, TransportName.p2p])
+def test_a_transport_without_buckets_of_known_size_is_refused(transport):
+    with pytest.raises(ValueError, match=r"delta sends what an update changes.*ipc, p2p, disk"):
+        estimated(layout([(0,)]), ["a"], [engine("x", "a")], transport)

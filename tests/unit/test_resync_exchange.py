@@ -93,7 +93,7 @@ class Play:
     def __init__(self, weights, nodes, engine_nodes, *, bucket_bytes, transform=None, spoil=None, ipc=True) -> None:
         self.transform = transform or Quantize(FP8, QUANTISED)
         engines = [EnginePlace(name=node, nodes=(node,)) for node in engine_nodes]
-        transport = TransportName.ipc if ipc else TransportName.collective
+        transport = TransportName.ipc if ipc else TransportName.p2p
         self.plan = plan_resync(
             LAYOUT, nodes, engines, transport=transport, bucket_bytes=bucket_bytes, transform=self.transform
         )

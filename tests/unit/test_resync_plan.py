@@ -181,7 +181,7 @@ def carried_out(plan, values):
     [
         # What the sender's node lacks: nothing; the other node's rows and the last tensor; the same, at both ends;
         (TransportName.ipc, "aaaa", "aa", 0),
-        (TransportName.collective, "aabb", "xy", 4 * 4 * 4 + 6 * 2 * 4),
+        (TransportName.p2p, "aabb", "xy", 4 * 4 * 4 + 6 * 2 * 4),
         (TransportName.ipc, "aabb", "ab", 2 * 4 * 4 * 4 + 6 * 2 * 4),
         (TransportName.ipc, "aabb", "b", 4 * 4 * 4),
         # each node lacks three quarters of the rows, two of four lack each half of the columns, three the last tensor.
@@ -218,7 +218,7 @@ def test_leaders_are_the_lowest_ranks_of_their_nodes_and_those_with_engines_send
 
 
 def test_a_node_without_a_sender_writes_only_what_it_passes_on():
-    plan = plan_resync(LAYOUT, "aabb", [engine("e", "x")], transport=TransportName.collective, bucket_bytes=1000)
+    plan = plan_resync(LAYOUT, "aabb", [engine("e", "x")], transport=TransportName.p2p, bucket_bytes=1000)
     (bucket,) = plan.buckets
     written = [
         sorted((part.spec.name, region[0].start) for part, region, *_ in plan.writes(bucket, rank)) for rank in range(4)
@@ -234,7 +234,7 @@ def test_a_node_without_a_sender_writes_only_what_it_passes_on():
 @pytest.mark.parametrize("nodes", [("x",), ("a", "b")])
 def test_ipc_needs_each_engine_on_one_node_of_the_trainer(nodes):
     place = EnginePlace(name="engine 0", nodes=nodes)
-    with pytest.raises(ValueError, match=r"ipc, but engine 0 is on .*Use collective or disk"):
+    with pytest.raises(ValueError, match=r"ipc, but engine 0 is on .*Use p2p or disk"):
         plan_resync(LAYOUT, "aabb", [place], transport=TransportName.ipc, bucket_bytes=1000)
 
 

@@ -10,7 +10,6 @@ from resync_engines import Engine, config, session
 from thread_dist import ThreadDist
 
 from slimrl import device
-from slimrl.config.schema.resync import TransportName
 from slimrl.data.engine import EngineError
 from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.quantization.fp8 import BlockFp8, quantize
@@ -111,9 +110,11 @@ def resynced(threads, engines, settings, versions=((1, 0),), *, nodes=NODES, wei
 
 
 def assert_loaded(engine, weights):
+    """Bit for bit."""
     assert engine.loaded.keys() == weights.keys()
     for name, value in weights.items():
-        assert torch.equal(engine.loaded[name], value), name
+        assert engine.loaded[name].dtype is value.dtype
+        assert torch.equal(engine.loaded[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(
@@ -130,15 +131,6 @@ def test_engines_on_the_trainer_s_nodes_get_what_lies_on_all_of_its_ranks(thread
         assert (report.mismatching, report.failed_engines) == ((), {})
         assert report.verified_tensors == len(engines) * len(SHAPES)
         assert report.bytes == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
-
-
-def test_an_engine_elsewhere_gets_them_from_the_sender_alone(threads):
-    engine = engine_on("x")
-    settings = config(bucket_bytes=200, transport=TransportName.collective)
-    results = resynced(threads, [engine], settings, ((1, 1), (2, 2)))
-    assert [report.mismatching for report in results[0]] == [(), ()]
-    assert_loaded(engine, random_weights(2))
-    assert [engine.calls.count(call) for call in ("open", "leave")] == [2, 1]
 
 
 @pytest.mark.parametrize("block", [(4, 4), (2, 4)])

@@ -11,27 +11,23 @@ import torch
 from resync_engines import Engine, Source, config, session, weights
 
 from slimrl import device
-from slimrl.config.schema.resync import PauseMode, TransportName, VerifyMode
+from slimrl.config.schema.resync import PauseMode, VerifyMode
 from slimrl.data.engine import EngineError
 from slimrl.models.fingerprint import fingerprint
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.engine_calls import EnginesFailed, SendThread, fan_out
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints, verified_names
-from slimrl.resync.ipc.broadcast_group import BroadcastGroup
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock, ResyncError, SendClock
 from slimrl.resync.transform import Quantize
-from slimrl.resync.transports import collective
-from slimrl.resync.transports.collective import CollectiveTransport
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
 
 
-@pytest.mark.parametrize("transport", [TransportName.ipc, TransportName.collective])
-def test_engines_hold_the_source_s_bytes_under_the_new_version(transport):
+def test_engines_hold_the_source_s_bytes_under_the_new_version():
     source, engines = Source(weights()), [Engine("engine 0"), Engine("engine 1")]
-    resync = session(source, engines, config(transport=transport), run_id=f"contents-{transport.value}")
+    resync = session(source, engines, config(), run_id="contents")
     seen = []
     try:
         for version in (3, 4):
@@ -50,88 +46,6 @@ def test_engines_hold_the_source_s_bytes_under_the_new_version(transport):
         resync.close()
     assert seen == [(i, report.buckets) for i in range(1, report.buckets + 1)] * 2
     assert report.buckets > 2
-
-
-def test_one_group_serves_all_versions_and_a_new_one_other_engines():
-    engines = [Engine("engine 0"), Engine("engine 1")]
-    source = Source(weights())
-    resync = session(source, engines, config(transport=TransportName.collective), run_id="groups")
-    try:
-        names = []
-        for version in (1, 2, 3):
-            if version == 3:
-                engines[1] = Engine("engine 1")
-                resync.use(engines)
-            assert resync.run(version).mismatching == ()
-            names.append({engine.receivers.group_name for engine in engines})
-            assert len(names[-1]) == 1
-        assert names[0] == names[1]
-        assert names[1] != names[2]
-    finally:
-        resync.close()
-    assert [engine.calls[-1] for engine in engines] == ["leave", "leave"]
-
-
-def test_a_received_bucket_is_loaded_while_the_next_is_broadcast():
-    """Loads that take 0.2 s each, and a source that waits for one at every bucket but the first."""
-    loading, overlapped = threading.Event(), []
-
-    class Slow(Engine):
-        def load_received(self, group, number, parts):
-            loading.set()
-            time.sleep(0.2)
-            super().load_received(group, number, parts)
-            loading.clear()
-
-    class Watched(CollectiveTransport):
-        def _broadcast(self, tensor, deadline):
-            overlapped.append(loading.is_set())
-            super()._broadcast(tensor, deadline)
-
-    engine = Slow("engine 0")
-    transport = Watched("127.0.0.1", "slimrl-overlap", 20.0, bucket_bytes=160)
-    resync = session(Source(weights()), [engine], config(), transport=transport)
-    report = resync.run(1)
-    resync.close()
-    assert report.buckets > 2
-    assert report.mismatching == ()
-    assert any(overlapped)
-
-
-def test_all_broadcasts_of_a_bucket_and_the_load_before_them_share_one_deadline(monkeypatch):
-    """A send reads a slot that is filled again, so it must not go on when nobody waits for it any more."""
-    timeout_s, waits, deadlines = 20.0, [], []
-
-    class Slow(Engine):
-        def load_received(self, group, number, parts):
-            time.sleep(0.2)
-            super().load_received(group, number, parts)
-
-    class Watched(CollectiveTransport):
-        def send(self, parts, buffer):
-            self.begun = time.monotonic()
-            super().send(parts, buffer)
-
-    class Member(BroadcastGroup):
-        def _over_gloo(self, operation, tensor, deadline):
-            if deadline is not None:
-                waits.append(time.monotonic() - transport.begun)
-                deadlines.append(deadline - transport.begun)
-            super()._over_gloo(operation, tensor, deadline)
-
-    monkeypatch.setattr(collective, "BroadcastGroup", Member)
-    transport = Watched("127.0.0.1", "slimrl-deadline", timeout_s, bucket_bytes=160)
-    resync = session(Source(weights()), [Slow("engine 0")], config(), transport=transport)
-    report = resync.run(1)
-    resync.close()
-    assert report.mismatching == ()
-    sends = [deadlines[2 * bucket : 2 * bucket + 2] for bucket in range(report.buckets)]
-    assert len(deadlines) == 2 * report.buckets + 1
-    assert all(len(set(each)) == 1 for each in sends)
-    # The send that waited longest for a load has no more time than T from its begin.
-    slowest = max(range(report.buckets), key=lambda bucket: waits[2 * bucket])
-    assert waits[2 * slowest] > 0.1
-    assert sends[slowest][0] == pytest.approx(timeout_s, abs=0.1)
 
 
 def test_an_engine_is_told_in_order_and_served_again_last():

@@ -8,6 +8,7 @@ from slimrl_tools.toy.toy import write_toy
 
 from slimrl.config.problems import Problem
 from slimrl.config.schema.precision import Precision
+from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import TrainerConfig
 from slimrl.models.hf_config import read_hf_config
@@ -24,7 +25,7 @@ def problems(path, command: str, **rollout) -> list[str]:
         has_critic=False,
         model=SimpleNamespace(path=str(path), megatron=None),
         trainer=TrainerConfig(precision=Precision.fp32),
-        resync=SimpleNamespace(bucket_bytes=10**9),
+        resync=SimpleNamespace(bucket_bytes=10**9, transport=TransportName.ipc),
     )
     loaded = SimpleNamespace(
         recipe=recipe, command=command, problem=lambda key, message: Problem(key=key, message=message)

@@ -260,7 +260,7 @@ def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pyt
     loaded.clear()
     bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [part]}, ranks)
     assert loaded == []
-    failing = SimpleNamespace(rank=0, per_node=1, kept={}, exchange=lambda value: [value, "", "full"])
+    failing = SimpleNamespace(rank=0, per_node=1, kept={}, exchange=lambda value: [value, ("", 0), ("full", 0)])
     monkeypatch.setattr(model, "load_weights", lambda tensors: {}["a"])
     success, message = bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [whole]}, failing)
     assert (success, message) == (False, "rank 0: KeyError: 'a'; rank 2: full")
@@ -300,10 +300,10 @@ def test_olmoe_keeps_sglangs_norms_where_they_fit():
 
 
 def test_messages_of_others_are_left_to_sglang(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimrl.engines.plugin.bucket_receiver.EngineRanks", lambda: "ranks")
+    monkeypatch.setattr("slimrl.engines.plugin.engine_ranks.EngineRanks", lambda: "ranks")
     monkeypatch.setattr(bucket_loader, "update", lambda model, value, ranks: (model, ranks))
     updater = SimpleNamespace(get_model=lambda: "model")
-    for value in ({"slimrl_segment": "s"}, {"slimrl_open_version": {}}, {"slimrl_received_bucket": "g"}):
+    for value in ({"slimrl_segment": "s"}, {"slimrl_join_group": {}}, {"slimrl_receive_version": "g"}):
         assert bucket_loader.around_update(None, updater, value) == ("model", "ranks")
     assert bucket_loader.around_update(lambda *given: given, updater, {"x": 1}) == (updater, {"x": 1})
 

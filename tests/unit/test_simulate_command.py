@@ -75,7 +75,7 @@ def test_every_option_is_of_the_hardware_or_of_the_question(monkeypatch):
         ((SPLIT, "rollout.nmu_engines=3"), "rollout.nmu_engines: no such key"),
         ((COLOCATED,), "rollout.colocated lets the engines share the trainer's GPUs, and only sync works so"),
         ((SPLIT, "resync.transport=ipc"), "resync.transport ipc puts the engines on the trainer's GPUs"),
-        ((SPLIT, "resync.transport=ipc"), "To compare modes, give resync.transport=collective; the row"),
+        ((SPLIT, "resync.transport=ipc"), "To compare modes, give resync.transport=p2p; the row"),
         ((str(RECIPES / "tiny_moe/sft.yaml"),), "a recipe for slimrl sft, which has no rollout to simulate"),
     ],
 )
@@ -138,7 +138,7 @@ def test_of_a_run_with_partial_rollouts_no_row_is_its_own_and_its_times_are_said
 
 def test_a_recorded_run_with_engines_of_their_own_has_their_gpus_in_the_table(tmp_path):
     run = recorded_run(tmp_path / "run", GROUPS)
-    result = invoke(CALCULATOR, *SMALL, "resync.transport=collective", "--trace", run, "--steps", 4)
+    result = invoke(CALCULATOR, *SMALL, "resync.transport=p2p", "--trace", run, "--steps", 4)
     assert "2 + 2  sync, the run's" in result.output
 
 

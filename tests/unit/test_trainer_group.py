@@ -124,7 +124,7 @@ def make(monkeypatch, role: str) -> TrainerGroup:
     monkeypatch.setattr(trainer_group, "ActorGroup", Ranks)
     monkeypatch.setattr(ray, "put", lambda value: value)
     recipe = Recipe()
-    recipe.resync.transport = TransportName.collective
+    recipe.resync.transport = TransportName.p2p
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     recipe.trainer.startup_timeout_s, recipe.trainer.timeout_s, recipe.trainer.threads_per_rank = 11.0, 22.0, 3

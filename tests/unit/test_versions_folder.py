@@ -61,7 +61,7 @@ def test_the_same_run_takes_its_versions_up_again_and_another_one_those_of_a_run
 
 
 def test_other_transports_and_versions_in_the_run_s_own_folder_need_no_owner(versions: Path):
-    for runs, transport in (("first", "ipc"), ("second", "collective")):
+    for runs, transport in (("first", "ipc"), ("second", "p2p")):
         with start.open_run(recipe(versions, runs, transport), Progress(0)):
             assert not versions.exists()
     own = load_recipe(RECIPE, [f"run.dir={versions.parents[1]}", "run.name=demo", "resync.transport=disk"])

@@ -1,5 +1,6 @@
 """The part of torch.distributed that a resync needs, for ranks that are threads of the test's process."""
 
+import pickle
 import queue
 import threading
 from collections import defaultdict
@@ -84,6 +85,11 @@ class ThreadDist:
 
     def broadcast(self, tensor, source, group=None):
         tensor.copy_(group.exchange(self._here.rank, tensor.clone())[group.ranks.index(source)])
+
+    def broadcast_object_list(self, values, src=0, group=None, device=None):
+        # As between processes, nobody gets the other's own object.
+        sent = group.exchange(self._here.rank, pickle.dumps(values) if self._here.rank == src else None)
+        values[:] = pickle.loads(sent[group.ranks.index(src)])
 
     def P2POp(self, function, tensor, peer, group=None):
         assert {self._here.rank, peer} <= set(group.ranks)

@@ -10,7 +10,7 @@ class Meeting:
     """Where so many ranks tell each other values; the tests' stand-ins for process groups are made of it."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._values = threading.Barrier(size), [None] * size
+        self.size, self._barrier, self._values = size, threading.Barrier(size), [None] * size
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         """Every rank's value, by rank; all ranks call it."""

@@ -9,8 +9,8 @@ from slimrl.config.schema.types import FilePath, Flag, PositiveFloat, PositiveIn
 class TransportName(str, Enum):
     ipc = "ipc"
     """CUDA IPC on a GPU, a named shared-memory segment on a CPU; within one node alone."""
-    collective = "collective"
-    """Across nodes: NCCL or gloo broadcast from trainer rank 0."""
+    p2p = "p2p"
+    """Across nodes: NCCL or gloo, from every trainer rank to the engine ranks that keep what it holds."""
     disk = "disk"
     """A shared file system: a Hugging Face checkpoint of each version, which engines reload."""
     delta = "delta"

@@ -1,37 +1,39 @@
-"""How an engine process loads a bucket, from the shared memory of a trainer or a receiver on its node.
+"""How an engine process loads weights: a bucket from a trainer's shared memory, or a version through a group of peers.
 
 /update_weights_from_tensor with load_format "flattened_bucket" carries any pickled dictionary to
 WeightUpdater._update_weights_from_flattened_bucket in every rank of the engine. The hook here handles the dictionaries
 that the functions below make and leaves others to SGLang. The engine loads views of the shared memory: the only copy is
 that into the parameters. A trainer's buffer stays mapped until an update ends that did not use it.
-A draft model gets its buckets in the same way (`selector` of the request), from the receivers of the whole process.
+A draft model gets its weights in the same way (`selector` of the request), through the group of the whole process.
 """
 
 import base64
+import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from slimrl.data.model_weights import GroupSpec, TensorPart, TensorSpec
+from slimrl.data.model_weights import EngineModel, GroupSpec, TensorPart, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slimrl.engines.plugin.bucket_receiver import EngineRanks, EngineReceivers
+    from slimrl.engines.plugin.engine_ranks import EngineRanks
+    from slimrl.engines.plugin.peer_receiver import PeerReceiver
     from slimrl.models.engine_slice import EngineSlice
 
 _KEY = "slimrl_segment"
-_OPEN = "slimrl_open_version"
-_RECEIVED = "slimrl_received_bucket"
+_JOIN = "slimrl_join_group"
+_RECEIVE = "slimrl_receive_version"
 _MAPPED = "slimrl_mapped_segments"
 """Attribute of the engine's model: the mapped shared memory by segment."""
 _USED = "slimrl_used_segments"
 """Attribute of the engine's model: the segments that this update has used."""
 _SPLIT = "slimrl_split_tensors"
 """Attribute of the engine's model: whether this update has loaded rows of tensors without SGLang's own loading."""
-_RECEIVERS = "slimrl_receivers"
-"""Attribute of the tensor-parallel group, kept by the process for all of its models: EngineReceivers."""
+_RECEIVER = "slimrl_receiver"
+"""Attribute of the tensor-parallel group, kept by the process for all of its models: PeerReceiver."""
 
 
 EXPERTS = ".experts."
@@ -43,14 +45,19 @@ def bucket_payload(segment: str, parts: Sequence[TensorPart]) -> str:
     return _payload({_KEY: segment, "parts": _plain(parts)})
 
 
-def open_payload(group: GroupSpec, first_rank: int) -> str:
-    """The message that tells the engine to receive a version by broadcast; see bucket_receiver.py."""
-    return _payload({_OPEN: asdict(group), "first_rank": first_rank})
+def join_payload(group: GroupSpec, rounds: dict[str, list[Any]], fed: GroupSpec | None) -> str:
+    """The message that gives one rank of the engine its group and its part of the plan.
+
+    Args:
+        rounds: of each model, as plain values; see peer_receiver.py.
+        fed: the group of the engine that this one feeds.
+    """
+    return _payload({_JOIN: asdict(group), "rounds": rounds, "fed": asdict(fed) if fed else None})
 
 
-def received_payload(group: str, number: int, parts: Sequence[TensorPart]) -> str:
-    """The message that tells the engine to load bucket `number` of the version that it receives."""
-    return _payload({_RECEIVED: group, "number": number, "parts": _plain(parts)})
+def receive_payload(group: str, model: EngineModel, version: int) -> str:
+    """The message that tells all ranks of the engine to receive a version of one model through the group."""
+    return _payload({_RECEIVE: group, "model": model.value, "version": version})
 
 
 def _payload(value: dict[str, Any]) -> str:
@@ -71,27 +78,28 @@ def around_update(
     original: Callable[..., tuple[bool, str]], updater: Any, flattened_tensor_bucket_dict: dict[str, Any]
 ) -> tuple[bool, str]:
     """Hook of WeightUpdater._update_weights_from_flattened_bucket."""
-    from slimrl.engines.plugin.bucket_receiver import EngineRanks
+    from slimrl.engines.plugin.engine_ranks import EngineRanks
 
     value = flattened_tensor_bucket_dict
-    if not value.keys() & {_KEY, _OPEN, _RECEIVED}:
+    if not value.keys() & {_KEY, _JOIN, _RECEIVE}:
         return original(updater, value)
     return update(updater.get_model(), value, EngineRanks())
 
 
 def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[bool, str]:
-    """Handle the trainer's message as one rank of an engine; (success, message) of all ranks together."""
-    from slimrl import device
-    from slimrl.engines.plugin.bucket_receiver import EngineReceivers
-    from slimrl.resync.ipc.broadcast_group import GroupError
+    """Handle the trainer's message as one rank of an engine; (success, message) of all ranks together.
 
-    receivers: EngineReceivers = ranks.kept.setdefault(_RECEIVERS, EngineReceivers(ranks))
+    The message of a version that was received is a JSON list, the bytes that came to each rank.
+    """
+    from slimrl import device
+    from slimrl.resync.p2p.peer_group import GroupError
+
     problem = ""
     try:
-        if _OPEN in value:
-            receivers.open_version(GroupSpec(**value[_OPEN]), value["first_rank"])
-        elif _RECEIVED in value:
-            load_bucket(model, receivers.bucket(value[_RECEIVED], value["number"]), _parts(value["parts"]))
+        if _JOIN in value:
+            _join_group(value, ranks)
+        elif _RECEIVE in value:
+            _receive(model, value, ranks)
         else:
             load_bucket(model, _mapped(model, value[_KEY]), _parts(value["parts"]))
     except (OSError, ValueError, RuntimeError, KeyError, AssertionError, GroupError) as error:
@@ -99,26 +107,40 @@ def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[boo
         problem = f"{type(error).__name__}: {error}"
     # After our answer the trainer writes the buffer again, so the copies must have run.
     device.finish_queued_work()
+    receiver: PeerReceiver | None = ranks.kept.get(_RECEIVER)
     # SGLang reports the result of rank 0 alone.
-    problems = {rank: text for rank, text in enumerate(ranks.exchange(problem)) if text}
-    if _RECEIVED in value:
-        receivers.all_loaded(value["number"])
-    return not problems, "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()) or "Success"
+    answers = ranks.exchange((problem, receiver.received_bytes if receiver else 0))
+    problems = {rank: text for rank, (text, _) in enumerate(answers) if text}
+    said = json.dumps([nbytes for _, nbytes in answers]) if _RECEIVE in value else "Success"
+    return not problems, "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()) or said
 
 
-def around_destroy_group(original: Callable[..., tuple[bool, str]], updater: Any, group_name: str) -> tuple[bool, str]:
-    """Hook of WeightUpdater.destroy_weights_update_group: leaves the trainer's broadcast group."""
-    from slimrl.engines.plugin.bucket_receiver import EngineRanks
+def _join_group(value: dict[str, Any], ranks: "EngineRanks") -> None:
+    """Keep a rank's plan; it joins with the first version, when the trainer ranks do."""
+    from slimrl.engines.plugin.peer_receiver import PeerReceiver, parse_rounds
 
-    return (True, "Success") if leave_group(EngineRanks()) else original(updater, group_name)
+    leave_group(ranks)
+    rounds = {model: parse_rounds(plain) for model, plain in value["rounds"].items()}
+    fed = GroupSpec(**value["fed"]) if value["fed"] else None
+    ranks.kept[_RECEIVER] = PeerReceiver(GroupSpec(**value[_JOIN]), ranks, rounds, fed)
 
 
-def leave_group(ranks: "EngineRanks") -> bool:
-    """Leave the trainer's broadcast group; False if this process has never joined one."""
-    receivers: EngineReceivers | None = ranks.kept.pop(_RECEIVERS, None)
-    if receivers is not None:
-        receivers.close()
-    return receivers is not None
+def _receive(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> None:
+    from slimrl.engines.plugin.kept_tensors import kept_regions
+    from slimrl.resync.p2p.peer_group import GroupError
+
+    receiver: PeerReceiver | None = ranks.kept.get(_RECEIVER)
+    if receiver is None or receiver.name != value[_RECEIVE]:
+        raise GroupError(f"not in group {value[_RECEIVE]}")
+    vars(model)[_SPLIT] = True
+    receiver.receive(value["model"], value["version"], kept_regions(model))
+
+
+def leave_group(ranks: "EngineRanks") -> None:
+    """Leave the trainer's group, if this process is in one."""
+    receiver: PeerReceiver | None = ranks.kept.pop(_RECEIVER, None)
+    if receiver is not None:
+        receiver.close()
 
 
 def around_end_update(original: Callable[..., None], updater: Any, *, run_post_load: bool) -> None:

@@ -103,7 +103,6 @@ def hooks() -> list[Hook]:
     common: list[Hook] = [
         (f"{_UPDATER}._update_weights_from_flattened_bucket", "around", bucket_loader.around_update),
         (f"{_UPDATER}.end_weight_update", "around", bucket_loader.around_end_update),
-        (f"{_UPDATER}.destroy_weights_update_group", "around", bucket_loader.around_destroy_group),
         (f"{_FROM_DISK}.update_weights_from_disk", "around", version_loader.around_update_from_disk),
         (f"{_CHECKER}.handle", "around", weight_fingerprints.around_handle),
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),

@@ -5,11 +5,14 @@ dictionary `checksums`; the hook here adds the action `slimrl_fingerprints`, for
 `skip_tensor_list` there) names Hugging Face tensors, None meaning all. engine_layout.py says where in the
 engine's fused parameters each of them lies. Ranks hash their shards in place, and the hashes are added. Every copy of a
 replicated tensor is hashed. A draft model answers for its own tensors (`selector` of the request).
+The action `slimrl_kept` gives what each rank keeps in the same way (kept_tensors.py).
 """
 
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from slimrl.engines.plugin.kept_tensors import KEPT, kept_report
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +39,14 @@ def around_handle(
     Raises:
         ValueError: the engine's model has no such tensor; SGLang answers with the message.
     """
-    if action != ACTION:
+    if action == KEPT:
+        answer = kept_report(checker._get_model())
+    elif action == ACTION:
+        answer = engine_fingerprints(checker._get_model(), skip_tensor_list)
+    else:
         return original(checker, action, allow_quant_error, skip_tensor_list, role=role)
     return {
-        "checksums": engine_fingerprints(checker._get_model(), skip_tensor_list),
+        "checksums": answer,
         "per_gpu_checksum": "",
         "parallelism_info": checker._parallelism_info(role=role).model_dump(),
     }

@@ -4,23 +4,22 @@ An update is: pause, begin, any number of buckets, end, flush, version, resume. 
 begin and end. Without the flush the next request would attend to keys of the old weights.
 """
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import httpx
 
 from slimrl.config.schema.resync import PauseMode
+from slimrl.data.boxes import Box
 from slimrl.data.engine import EngineError
-from slimrl.data.model_weights import EnginePlace, GroupSpec, TensorPart
+from slimrl.data.model_weights import EngineModel, EnginePlace, GroupSpec, TensorPart
+from slimrl.data.peer_messages import Round
 from slimrl.engines.engine_key import EngineKey
-from slimrl.engines.plugin import scheduler, version_loader, weight_fingerprints
-from slimrl.engines.plugin.bucket_loader import bucket_payload, open_payload, received_payload
-
-TARGET = "target"
-"""The engine's model, and not a draft model, which keeps what it has loaded and may have tensors of the same names."""
-DRAFT = "draft"
-"""The draft model, which holds the layers for multi-token prediction."""
+from slimrl.engines.plugin import kept_tensors, scheduler, version_loader, weight_fingerprints
+from slimrl.engines.plugin.bucket_loader import bucket_payload, join_payload, receive_payload
+from slimrl.engines.plugin.peer_receiver import plain_rounds
 
 
 class EngineMemory(str, Enum):
@@ -55,7 +54,7 @@ class SglangControl:
             updates_draft: updates also load weights of its draft model.
         """
         self.name, self.place = name, EnginePlace(name=name, nodes=nodes, num_ranks=num_ranks)
-        self._timeout_s, self._updated = timeout_s, "all" if updates_draft else TARGET
+        self._timeout_s, self._updated = timeout_s, "all" if updates_draft else EngineModel.target.value
         self._http = httpx.Client(base_url=url, headers=key.headers, timeout=timeout_s, trust_env=False)
 
     def pause(self, mode: PauseMode = PauseMode.retract) -> None:
@@ -80,16 +79,25 @@ class SglangControl:
             self._call("begin_weight_update", selector=self._updated)
 
     def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
-        self._update(bucket_payload(segment, parts), _holder(parts))
+        model = EngineModel.draft if parts[0].spec.mtp else EngineModel.target
+        self._update([bucket_payload(segment, parts)] * self.place.num_ranks, model)
 
-    def open_receivers(self, group: GroupSpec, first_rank: int) -> None:
-        self._update(open_payload(group, first_rank))
+    def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:
+        answer = self._checker(kept_tensors.KEPT, None, model)
+        # SGLang puts the draft model's role before its names.
+        return kept_tensors.parse_kept({name.rpartition(".")[2]: value for name, value in answer.items()})
 
-    def load_received(self, group: str, number: int, parts: Sequence[TensorPart]) -> None:
-        self._update(received_payload(group, number, parts), _holder(parts))
+    def join_group(
+        self, group: GroupSpec, rounds: Sequence[Mapping[EngineModel, Sequence[Round]]], fed: GroupSpec | None
+    ) -> None:
+        plain = [{model.value: plain_rounds(each) for model, each in of_rank.items()} for of_rank in rounds]
+        self._update([join_payload(group, each, fed) for each in plain])
 
-    def leave_group(self, group: str) -> None:
-        self._call("destroy_weights_update_group", group_name=group)
+    def receive(self, group: str, model: EngineModel, version: int) -> list[int]:
+        answer = self._update([receive_payload(group, model, version)] * self.place.num_ranks, model)
+        # With attention data parallelism several schedulers say the same.
+        counts: list[int] = json.loads(answer["message"].partition(" | ")[0])
+        return counts
 
     def load_version(self, folder: str, local_dir: str | None) -> None:
         body = version_loader.version_request(folder, local_dir, self._timeout_s)
@@ -112,12 +120,12 @@ class SglangControl:
         self._call("continue_generation")
 
     def fingerprints(self, names: list[str] | None) -> dict[str, str]:
-        return self._checksums(names, TARGET)
+        return self._checker(weight_fingerprints.ACTION, names, EngineModel.target)
 
     def draft_fingerprints(self, names: list[str]) -> dict[str, str]:
         # SGLang puts the model's role before its names.
-        prints = self._checksums(names, DRAFT)
-        return {name.removeprefix(f"{DRAFT}."): value for name, value in prints.items()}
+        prints = self._checker(weight_fingerprints.ACTION, names, EngineModel.draft)
+        return {name.removeprefix(f"{EngineModel.draft.value}."): value for name, value in prints.items()}
 
     def version(self) -> int:
         """The weight version that the engine serves."""
@@ -150,19 +158,21 @@ class SglangControl:
         """The state of each of the engine's schedulers."""
         return self._request("GET", "server_info", timeout_s)["internal_states"]
 
-    def _checksums(self, names: list[str] | None, holder: str) -> dict[str, str]:
-        answer = self._call(
-            "weights_checker", action=weight_fingerprints.ACTION, skip_tensor_list=names, selector=holder
-        )
+    def _checker(self, action: str, names: list[str] | None, model: EngineModel) -> dict[str, str]:
+        answer = self._call("weights_checker", action=action, skip_tensor_list=names, selector=model.value)
         return answer["ranks"][0]["checksums"]
 
-    def _update(self, payload: str, holder: str = TARGET) -> None:
-        self._call(
+    def _update(self, payloads: list[str], model: EngineModel = EngineModel.target) -> dict[str, Any]:
+        """
+        Args:
+            payloads: of each of the engine's ranks.
+        """
+        return self._call(
             "update_weights_from_tensor",
-            serialized_named_tensors=[payload] * self.place.num_ranks,
+            serialized_named_tensors=payloads,
             load_format="flattened_bucket",
             flush_cache=False,
-            selector=holder,
+            selector=model.value,
         )
 
     def _call(self, route: str, **body: Any) -> dict[str, Any]:
@@ -185,8 +195,3 @@ class SglangControl:
             reason = answer.get("message") if isinstance(answer, dict) else None
             raise EngineError(f"{self.name}, {route}: {response.status_code} {reason or response.text[:500]}")
         return answer if isinstance(answer, dict) else {}
-
-
-def _holder(parts: Sequence[TensorPart]) -> str:
-    """The model of the engine, TARGET or DRAFT, that loads a bucket."""
-    return DRAFT if parts[0].spec.mtp else TARGET

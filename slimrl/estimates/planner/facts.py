@@ -1,11 +1,13 @@
 """Facts about a recipe's model and engines that do not depend on the trainer's layout."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.resync import TransportName
 from slimrl.config.speculative_rules import sends_drafts
 from slimrl.estimates.planner.engine import GIB, EnginePlan, plan_engine
 from slimrl.estimates.planner.hardware import Hardware
@@ -17,6 +19,7 @@ from slimrl.models.family import family_of
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.models.weight_map import WeightMap
+from slimrl.resync.bucket_size import too_few_bytes
 from slimrl.resync.buckets import Bucket, Transform, cut_buckets
 from slimrl.resync.pipeline import NUM_SLOTS
 from slimrl.resync.transform import quantize_transform
@@ -39,7 +42,7 @@ class Facts:
     adapters: ParameterTable | None = None
     """Parameters of the adapters; None if the model's own weights are trained"""
     slot_bytes: int = 0
-    """Bytes of the resync buffers of a sending rank; 0 with `slimrl sft`"""
+    """Most bytes of the resync buffers of a sending rank; 0 with `slimrl sft`"""
     engine: EnginePlan | None = None
     """Plan of an engine; None with `slimrl sft`"""
 
@@ -68,14 +71,23 @@ def model_facts(planned: OfflineRecipe) -> Facts:
 
 
 def buckets_of(known: Facts, recipe: Recipe) -> Sequence[Bucket]:
-    """A resync's buckets, which are the same for every layout."""
+    """A resync's buckets, which are the same for every layout; `p2p` cuts none, so all is in one.
+
+    Raises:
+        ValueError: `resync.bucket_bytes` is too small.
+    """
     specs = known.sent.specs(recipe.trainer.precision.dtype)
-    return cut_buckets(specs, recipe.resync.bucket_bytes, known.transform)
+    if reason := too_few_bytes(specs, recipe, known.transform):
+        raise ValueError(f"resync.bucket_bytes: {reason}")
+    limit = sys.maxsize if recipe.resync.transport is TransportName.p2p else recipe.resync.bucket_bytes
+    return cut_buckets(specs, limit, known.transform)
 
 
 def with_engines(known: Facts, recipe: Recipe, buckets: Sequence[Bucket], hardware: Hardware) -> Facts:
     """The facts with `slot_bytes` and `engine`."""
     sent = max(bucket.sent_bytes for bucket in buckets)
+    # With `p2p` the buffers of a trainer rank for all engines together, and those of a rank of an engine.
+    by_peers = recipe.resync.transport is TransportName.p2p
     stage = max(bucket.gathered_bytes for bucket in buckets) if known.transform is not None else 0
     engine = plan_engine(
         recipe,
@@ -85,4 +97,5 @@ def with_engines(known: Facts, recipe: Recipe, buckets: Sequence[Bucket], hardwa
         gpu_bytes=round(hardware.gpu_memory_gib * GIB),
         reserve_bytes=round(hardware.reserve_gib * GIB),
     )
-    return replace(known, slot_bytes=stage + NUM_SLOTS * sent, engine=engine)
+    slot_bytes = min(sent, recipe.resync.bucket_bytes) if by_peers else stage + NUM_SLOTS * sent
+    return replace(known, slot_bytes=slot_bytes, engine=engine)

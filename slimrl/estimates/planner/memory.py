@@ -75,7 +75,7 @@ class StageMemory:
 
 
 def engine_gpu_bytes(facts: Facts, recipe: Recipe, hardware: Hardware) -> int | None:
-    """Bytes on an engine's own GPU, slots of a receiver included; None if there is no such GPU."""
+    """Bytes on an engine's own GPU, buffers of a receiver included; None if there is no such GPU."""
     if facts.engine is None or recipe.shares_devices:
         return None
     return facts.engine.weights + facts.engine.kv_cache + facts.slot_bytes + round(hardware.reserve_gib * GIB)

@@ -6,10 +6,10 @@
 4. The resync planner gives the bytes and seconds of a resync.
 """
 
-import gc
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slimrl.base.collecting import uncollected
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.precision import Fp8Scaling
@@ -19,7 +19,7 @@ from slimrl.config.speculative_rules import sends_drafts
 from slimrl.config.wrapper import wrapper_of
 from slimrl.estimates.planner.critic import plan_critic
 from slimrl.estimates.planner.engine import GIB
-from slimrl.estimates.planner.facts import Facts, model_facts, with_engines
+from slimrl.estimates.planner.facts import Facts, buckets_of, model_facts, with_engines
 from slimrl.estimates.planner.generation import sampled_prompts
 from slimrl.estimates.planner.hardware import GB, Hardware
 from slimrl.estimates.planner.layout_plan import LayoutPlan, plan_layout
@@ -28,11 +28,11 @@ from slimrl.estimates.planner.parameters import built_stages, stage_total
 from slimrl.estimates.planner.schedule import longest_tokens
 from slimrl.estimates.planner.teacher import TeacherPlan, plan_teacher
 from slimrl.estimates.resync.command import Cluster, planned_cluster
-from slimrl.estimates.resync.estimate import ESTIMATED, Estimate, estimate
+from slimrl.estimates.resync.estimate import ESTIMATED, Estimate
+from slimrl.estimates.resync.version_estimate import estimate_version
 from slimrl.models.draft import draft_specs
 from slimrl.models.megatron_config import MegatronModelConfig
 from slimrl.models.offline_recipe import OfflineRecipe
-from slimrl.resync.plan import plan_resync
 from slimrl.trainer.layout.source_layout import planned_stages, source_layout
 
 
@@ -70,13 +70,8 @@ def make_plan(planned: OfflineRecipe, hardware: Hardware, *, mean_tokens: int | 
     Raises:
         ValueError: the layout is impossible.
     """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return _make_plan(planned, hardware, mean_tokens)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | None) -> Plan:
@@ -84,16 +79,18 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
     cluster = planned_cluster(recipe, hardware.gpus_per_node, with_engines=not planned.sft)
     if not planned.sft:
         transport = _transport(recipe)
-        version = plan_resync(
+        known = with_engines(known, recipe, buckets_of(known, recipe), hardware)
+        resync = estimate_version(
+            recipe,
+            known.hf_config,
             source_layout(known.hf_config, recipe.trainer, mtp=sends_drafts(recipe)),
             cluster.nodes,
             cluster.engines,
+            hardware.links,
             transport=transport,
-            bucket_bytes=recipe.resync.bucket_bytes,
             transform=known.transform,
+            replicated=known.replicated,
         )
-        known = with_engines(known, recipe, version.buckets, hardware)
-        resync = estimate(version, cluster.engines, hardware.links, transport=transport, replicated=known.replicated)
     notes = [*_notes(planned, mean_tokens), *_draft_notes(planned), *_model_notes(planned, known.model)]
     teacher = _teacher(planned, hardware, notes)
     critic = plan_critic(planned, hardware, mean_tokens=mean_tokens)

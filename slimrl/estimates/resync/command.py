@@ -6,23 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from slimrl.base.collecting import uncollected
 from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import sends_drafts
 from slimrl.data.model_weights import EnginePlace
-from slimrl.estimates.resync.estimate import ESTIMATED, NOT_ESTIMATED, Estimate, as_json, estimate
+from slimrl.estimates.resync.estimate import ESTIMATED, NOT_ESTIMATED, BucketEstimate, Estimate, as_json
 from slimrl.estimates.resync.machine import Machine
+from slimrl.estimates.resync.peer_estimate import PeerEstimate, Spread
+from slimrl.estimates.resync.version_estimate import estimate_version
 from slimrl.models.family import family_of
 from slimrl.models.offline_recipe import read_offline
 from slimrl.models.weight_map import WeightMap
 from slimrl.observability.terminal import plain_console
 from slimrl.observability.units import counted, show_bytes
 from slimrl.quantization.fp8 import SCALE_SUFFIX, BlockFp8
-from slimrl.resync.buckets import too_small
-from slimrl.resync.plan import plan_resync
+from slimrl.resync.bucket_size import too_few_bytes
 from slimrl.resync.transform import quantize_transform
 from slimrl.runtime.cluster.placement import place_on_fewest
 from slimrl.trainer.layout.source_layout import source_layout
@@ -65,17 +68,20 @@ def estimate_resync(
     cluster = planned_cluster(recipe, gpus_per_node)
     transport = recipe.resync.transport
     layout = source_layout(hf_config, recipe.trainer, mtp=drafts)
-    if reason := too_small(list(layout), recipe.resync.bucket_bytes, transform):
+    if reason := too_few_bytes(list(layout), recipe, transform):
         raise RecipeError([planned.loaded.problem("resync.bucket_bytes", reason)])
-    plan = plan_resync(
-        layout,
-        cluster.nodes,
-        cluster.engines,
-        transport=transport,
-        bucket_bytes=recipe.resync.bucket_bytes,
-        transform=transform,
-    )
-    result = estimate(plan, cluster.engines, machine, transport=transport, replicated=replicated_names(weight_map))
+    with uncollected():
+        result = estimate_version(
+            recipe,
+            hf_config,
+            layout,
+            cluster.nodes,
+            cluster.engines,
+            machine,
+            transport=transport,
+            transform=transform,
+            replicated=replicated_names(weight_map),
+        )
     facts = {
         "model": model,
         "transport": transport.value,
@@ -138,14 +144,35 @@ def _print(facts: dict[str, Any], result: Estimate) -> None:
         f"{counted(facts['gpus_per_node'], 'GPU')}, resync.transport: {facts['transport']}{fp8}"
     )
     sent = "" if result.sent_bytes == result.gathered_bytes else f", sent as {show_bytes(result.sent_bytes)}"
-    console.print(
-        f"{show_bytes(result.gathered_bytes)}{sent}, in {counted(result.tensors, 'tensor')} and "
-        f"{counted(result.buckets, 'bucket')} of at most {show_bytes(facts['bucket_bytes'])}"
-    )
+    parts = ""
+    if isinstance(result, BucketEstimate):
+        parts = f" and {counted(result.buckets, 'bucket')} of at most {show_bytes(facts['bucket_bytes'])}"
+    console.print(f"{show_bytes(result.gathered_bytes)}{sent}, in {counted(result.tensors, 'tensor')}{parts}")
     console.print()
     console.print(_table(("link", "bytes"), [(name, show_bytes(n)) for name, n in result.link_bytes.items()]))
     console.print(_table(("stage", "time"), [(name, _duration(s)) for name, s in result.stage_seconds.items()]))
-    console.print(f"estimated: {_duration(result.seconds)} from the first bucket to the last; stages overlap")
+    if isinstance(result, PeerEstimate):
+        _print_peers(console, result)
+    console.print(f"estimated: {_duration(result.seconds)} from the first byte to the last; stages overlap")
+
+
+def _print_peers(console: Console, result: PeerEstimate) -> None:
+    rows = [
+        ("sent by each trainer rank", _spread(result.sent_by_rank)),
+        ("kept by each engine rank", _spread(result.kept_by_rank)),
+        ("busiest adapter, one way", show_bytes(result.adapter_bytes)),
+        ("rounds", f"{result.rounds:,}"),
+        ("messages to an engine", f"{result.messages:,}"),
+        ("regions to all engines", f"{result.entries:,}"),
+    ]
+    if result.chain > 1:
+        rows.append(("engines in a chain", f"{result.chain:,}"))
+    console.print(_table(("of p2p", ""), rows))
+    console.print(f"limit: {_duration(result.limit_seconds)} for the most that a rank sends or keeps, by one adapter")
+
+
+def _spread(of: Spread) -> str:
+    return f"{show_bytes(of.least)} to {show_bytes(of.most)}, mean {show_bytes(of.mean)}"
 
 
 def _table(titles: tuple[str, str], rows: Sequence[tuple[str, str]]) -> Table:

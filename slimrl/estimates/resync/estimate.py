@@ -1,4 +1,5 @@
-"""Estimates a resync: bytes on every kind of link and seconds, from its plan and the speeds of the links.
+"""Estimates a resync in buckets, through `ipc` or `disk`: bytes on every kind of link and seconds, from its plan and
+the speeds of the links. peer_estimate.py estimates `p2p`.
 
 1. The plan says what each rank writes of a bucket and which messages leaders send; nothing else is simulated.
    Gathering and sending a bucket each take as long as their busiest link needs.
@@ -19,15 +20,14 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.data.model_weights import EnginePlace
 from slimrl.estimates.resync.gathering import exchange, gather, transform
 from slimrl.estimates.resync.machine import Machine
-from slimrl.estimates.resync.sending import CollectiveEstimate, DiskEstimate, IpcEstimate, SendEstimate
+from slimrl.estimates.resync.sending import DiskEstimate, IpcEstimate, SendEstimate
 from slimrl.resync.plan import ResyncPlan
 
 _SENDING: dict[TransportName, type[SendEstimate]] = {
     TransportName.ipc: IpcEstimate,
-    TransportName.collective: CollectiveEstimate,
     TransportName.disk: DiskEstimate,
 }
-ESTIMATED = tuple(_SENDING)
+ESTIMATED = (TransportName.ipc, TransportName.p2p, TransportName.disk)
 """Transports whose bytes follow from the model; those of `delta` follow from what an update changes."""
 
 NOT_ESTIMATED = (
@@ -43,13 +43,19 @@ class Estimate:
     """Bytes of the model as the trainer has it, counted once."""
     sent_bytes: int
     """Bytes of the model as the engines get it, which may be quantised, counted once."""
-    buckets: int
     link_bytes: dict[str, int]
     """Bytes by kind of link, all machines together: memory (read and written within a GPU), nvlink, network, pcie,
     disk."""
     seconds: float
     stage_seconds: dict[str, float]
-    """Seconds of each stage, added up over buckets: gather, exchange, transform, send, end. Stages overlap."""
+    """Seconds of each stage, added up over buckets or rounds. Stages overlap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketEstimate(Estimate):
+    """The stages are gather, exchange, transform, send, end."""
+
+    buckets: int
 
 
 def estimate(
@@ -59,7 +65,7 @@ def estimate(
     *,
     transport: TransportName,
     replicated: Collection[str] = (),
-) -> Estimate:
+) -> BucketEstimate:
     """Bytes and seconds of one version.
 
     Args:
@@ -67,9 +73,9 @@ def estimate(
         replicated: tensors, by the name under which they are sent, that every rank of an engine holds whole.
 
     Raises:
-        ValueError: the transport is none of ESTIMATED.
+        ValueError: the transport has no buckets whose sizes follow from the model.
     """
-    if transport not in ESTIMATED:
+    if transport not in _SENDING:
         raise ValueError(f"resync.transport: {NOT_ESTIMATED}")
     sending = _SENDING[transport](plan, engines, machine, frozenset(replicated))
     seconds: dict[str, float] = defaultdict(float)
@@ -90,7 +96,7 @@ def estimate(
     end = sending.end()
     seconds["end"] += end.seconds
     sent = sum(bucket.sent_bytes for bucket in plan.buckets)
-    return Estimate(
+    return BucketEstimate(
         tensors=len(plan.pieces),
         gathered_bytes=sum(bucket.gathered_bytes for bucket in plan.buckets),
         sent_bytes=sent,

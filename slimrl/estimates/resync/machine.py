@@ -20,8 +20,7 @@ class Machine:
     """Bandwidth of NVLink into or out of one GPU, to all others of its node: half of the 900 GB/s of both directions
     (H100 data sheet)."""
     network_gb_per_s: float = 50.0
-    """Bandwidth into or out of one network adapter: 400 Gb/s, InfiniBand NDR or Ethernet. Each GPU has one: the
-    exchange between the trainer's nodes uses those of all ranks, a broadcast to engines that of rank 0 alone."""
+    """Bandwidth into or out of one network adapter: 400 Gb/s, InfiniBand NDR or Ethernet. Each GPU has one."""
     pcie_gb_per_s: float = 64.0
     """Bandwidth between a GPU and the memory of its host, each way: 16 lanes of PCI Express 5.0."""
     disk_write_gb_per_s: float = 4.0
@@ -37,8 +36,22 @@ class Machine:
     """Time of a rank for one piece, besides the bytes: finding the live weight and launching a copy; assumed."""
     load_us: float = 50.0
     """Time of an engine rank for one tensor of a bucket, besides the bytes, in SGLang's `load_weights`; assumed."""
-    bucket_ms: float = 4.4
-    """Time of the engines' HTTP call for a bucket, where nothing else is done meanwhile; measured on a CPU."""
+    settle_us: float = 100.0
+    """Time of a trainer rank for the scales of one piece of a quantised matrix, besides the bytes: twice the 42 us of
+    the same calls on a CPU, for launching a dozen kernels."""
+    stage_us: float = 20.0
+    """Time of a trainer rank for one region of a message, besides the bytes: finding it in the live weights and
+    launching a copy; twice the 10 us that it takes on a CPU."""
+    quantize_us: float = 80.0
+    """The same for a region that is quantised; twice the 40 us of a CPU."""
+    place_us: float = 20.0
+    """Time of an engine rank for one region of a message, besides the bytes: launching the copy to its place; as for
+    `stage_us`."""
+    message_us: float = 30.0
+    """Time of a rank for one message of a round, besides the bytes: its numbers through gloo, and a call of NCCL;
+    assumed."""
+    round_us: float = 100.0
+    """Time of a round trip of numbers over TCP, which precedes the messages of a round; assumed."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: not a finite number, a speed that is not above 0, or an overhead below 0."""

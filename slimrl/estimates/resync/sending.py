@@ -64,40 +64,6 @@ class IpcEstimate(SendEstimate):
         return cost
 
 
-class CollectiveEstimate(SendEstimate):
-    """Broadcasts to the engines, one for each bucket, to a receiver for each engine and node, along a chain that enters
-    a node once.
-
-    The other ranks of the engine on that node copy out of the receiver's memory, while it receives the next bucket.
-    """
-
-    _last_loading = 0.0
-
-    def send(self, bucket: Bucket) -> Cost:
-        machine, sent = self._machine, bucket.sent_bytes
-        remote_nodes = len({node for engine in self._engines for node in engine.nodes} - {self._plan.senders[0].node})
-        receivers = sum(len(engine.nodes) for engine in self._engines)
-        cost = Cost(link_bytes=Counter(network=sent * remote_nodes, nvlink=sent * (receivers - remote_nodes)))
-        sharded, whole = self._sharded_and_replicated(bucket)
-        loading = 0.0
-        for engine in self._engines:
-            own = sharded // engine.num_ranks + whole
-            others = own * (engine.num_ranks // len(engine.nodes) - 1)
-            loading = max(loading, machine.copy_seconds(own), others / (machine.nvlink_gb_per_s * GB))
-            cost.link_bytes += Counter(memory=2 * own * len(engine.nodes), nvlink=others * len(engine.nodes))
-        loading += self._load_overhead(bucket) + machine.bucket_ms * 1e-3
-        if remote_nodes:
-            broadcast = sent / (machine.network_gb_per_s * GB) + remote_nodes * machine.hop_us * 1e-6
-        else:
-            broadcast = sent / (machine.nvlink_gb_per_s * GB)
-        cost.seconds = max(broadcast, self._last_loading)
-        self._last_loading = loading
-        return cost
-
-    def end(self) -> Cost:
-        return Cost(self._last_loading)
-
-
 class DiskEstimate(SendEstimate):
     """Rank 0 writes the buckets. Then each node of an engine reads all of it once, and each rank loads its shards."""
 

@@ -203,11 +203,11 @@ def _why_shared(recipe: Recipe) -> str:
     if recipe.rollout.colocated:
         return (
             "rollout.colocated lets the engines share the trainer's GPUs, and only sync works so. To compare modes, "
-            "give rollout.colocated=false resync.transport=collective"
+            "give rollout.colocated=false resync.transport=p2p"
         )
     return (
         "resync.transport ipc puts the engines on the trainer's GPUs, and how fast both are there at the same time is "
-        "not simulated. To compare modes, give resync.transport=collective"
+        "not simulated. To compare modes, give resync.transport=p2p"
     )
 
 

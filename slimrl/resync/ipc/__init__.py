@@ -1,1 +1,1 @@
-"""Shared memory, CUDA IPC and broadcast groups between the processes of a run."""
+"""Shared memory and CUDA IPC between the processes of a run."""

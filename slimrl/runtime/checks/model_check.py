@@ -17,7 +17,7 @@ from slimrl.models.draft import num_draft_layers
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.offline_recipe import model_violations, transformer_engine_violations
-from slimrl.resync.buckets import too_small
+from slimrl.resync.bucket_size import too_few_bytes
 from slimrl.rollout.task.engine_format import engine_transform
 from slimrl.runtime.checks.sparse_attention_check import sparse_attention_problems
 
@@ -161,5 +161,5 @@ def _resync_problems(loaded: LoadedRecipe, hf_config: dict[str, Any], devices: b
     if transform is not None and not devices:
         # The engines' format depends on their devices.
         return []
-    reason = too_small(weight_map.specs(recipe.trainer.precision.dtype), recipe.resync.bucket_bytes, transform)
+    reason = too_few_bytes(weight_map.specs(recipe.trainer.precision.dtype), recipe, transform)
     return [loaded.problem("resync.bucket_bytes", reason)] if reason else []

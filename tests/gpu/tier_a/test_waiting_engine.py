@@ -1,7 +1,5 @@
-"""An engine loads a bucket while a kernel that receives the next one spins on the same GPU."""
+"""An engine copies what came in a round while a kernel that receives the next one spins on the same GPU."""
 
-import base64
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,60 +10,84 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from engine_process import Weights
 from engine_ranks import OnlyRank
 from machine import choose, cycles_per_s, on_gpu, spin
 from ranks import run_ranks
 
 from slimrl import device
-from slimrl.data.model_weights import GroupSpec, TensorPart, TensorSpec
-from slimrl.engines.plugin.bucket_loader import leave_group, open_payload, received_payload, update
-from slimrl.resync.ipc.broadcast_group import BroadcastGroup, serve_store
+from slimrl.data.model_weights import GroupSpec
+from slimrl.data.peer_messages import Entry, Message
+from slimrl.engines.plugin import peer_receiver
+from slimrl.engines.plugin.kept_tensors import KeptRegion
+from slimrl.engines.plugin.peer_receiver import PeerReceiver
+from slimrl.resync.p2p.peer_group import Move, PeerGroup, serve_store
 
 SPIN_S = 8.0
 SPIN_ON_CPU_S = 2.0
+SIZE = 1 << 18
+RECEIVER, SENDER = 0, 1
 
 
 class SpinningNccl:
     """ProcessGroupNCCL for two members on one GPU, which NCCL refuses: sender and receiver are threads here.
 
-    The receiver's kernel of bucket 1 spins before it copies.
+    The receiver's kernel of round 1 spins before it copies.
     """
 
-    Options = SimpleNamespace
     sent: list[torch.Tensor]
     received: list[float]
 
-    def __init__(self, keys, rank, size, options):
-        self.rank = rank
+    class Options(SimpleNamespace):
+        def __init__(self):
+            super().__init__(config=SimpleNamespace())
 
-    def broadcast(self, tensors, options):
-        if self.rank == 0:
-            copy = tensors[0].clone()
-            device.finish_queued_work()
-            SpinningNccl.sent.append(copy)
-            return SimpleNamespace(wait=self._wait)
-        number = len(SpinningNccl.received)
+    def __init__(self, keys, member, size, options):
+        self._begun = 0
+
+    def allreduce(self, tensors, options):
+        return SimpleNamespace(wait=lambda limit: None)
+
+    def _start_coalescing(self, on):
+        """Each launch has one message here."""
+
+    def send(self, tensors, peer, tag):
+        copy = tensors[0].clone()
+        device.finish_queued_work()
+        SpinningNccl.sent.append(copy)
+        self._work = SimpleNamespace(wait=lambda limit: None)
+
+    def recv(self, tensors, peer, tag):
+        number, self._begun = self._begun, self._begun + 1
         while len(SpinningNccl.sent) <= number:
             time.sleep(0.01)
-        if number == 1:
-            spin(choose(SPIN_S, SPIN_ON_CPU_S))
-        tensors[0].copy_(SpinningNccl.sent[number])
-        return SimpleNamespace(wait=self._received)
 
-    def _wait(self, timeout: timedelta) -> None:
-        device.finish_queued_work()
+        def kernel():
+            if number == 1:
+                spin(choose(SPIN_S, SPIN_ON_CPU_S))
+            tensors[0].copy_(SpinningNccl.sent[number])
 
-    def _received(self, timeout: timedelta) -> None:
-        device.finish_queued_work()
-        SpinningNccl.received.append(time.monotonic())
+        # Without a GPU a thread stands for the stream.
+        stream = threading.Thread(target=(lambda: None) if on_gpu() else kernel)
+        stream.start()
+        if on_gpu():
+            kernel()
+
+        def wait(limit: timedelta) -> None:
+            stream.join()
+            device.finish_queued_work()
+            SpinningNccl.received.append(time.monotonic())
+
+        self._work = SimpleNamespace(wait=wait)
+
+    def _end_coalescing(self, on):
+        return self._work
 
     def abort(self):
         """No communicator."""
 
 
-def load_while_a_kernel_spins(rank, num_ranks, port):
-    """Seconds of the loading of buckets 0 and 1, and how long after the first one the kernel of the second ended."""
+def copy_while_a_kernel_spins(rank, num_ranks, port):
+    """Seconds until round 0 was copied, and how long after that the kernel of round 1 ended."""
     SpinningNccl.sent, SpinningNccl.received = [], []
     dist.ProcessGroupNCCL = SpinningNccl
     if on_gpu():
@@ -74,62 +96,65 @@ def load_while_a_kernel_spins(rank, num_ranks, port):
     else:
         torch.cuda.Stream = lambda: SimpleNamespace(synchronize=lambda: None)
         torch.cuda.stream = lambda stream: nullcontext()
-    values = [torch.full((1 << 18,), float(number), device=device.compute_device()) for number in (1, 2)]
-    store = serve_store("127.0.0.1", 2, 60.0)
+        torch.cuda.current_device = lambda: 0
+    values = [torch.full((SIZE,), float(number), device=device.compute_device()) for number in (1, 2)]
+    store = serve_store("127.0.0.1", 60.0)
     spec = GroupSpec(
-        name="spinning", address="127.0.0.1", port=store.port, world_size=2, backend="nccl",
-        bucket_bytes=values[0].nbytes, timeout_s=60.0,
-    )  # fmt: skip
-    model, only = Weights(), OnlyRank()
+        name="spinning", address="127.0.0.1", port=store.port, world_size=2, backend="nccl", timeout_s=60.0
+    )
+    box = ((0, SIZE),)
+    rounds = [
+        (
+            Message(
+                source=SENDER, target=RECEIVER, ranks=(RECEIVER,), entries=(Entry(f"w{number}", "float32", box),),
+                nbytes=4 * SIZE,
+            ),
+        )
+        for number in (0, 1)
+    ]  # fmt: skip
+    memory = {f"w{number}": torch.zeros_like(values[0]) for number in (0, 1)}
+    regions = {name: [KeptRegion(box, value)] for name, value in memory.items()}
+    copied: list[float] = []
+    original = peer_receiver.place
 
-    def tell(payload):
-        assert update(model, pickle.loads(base64.b64decode(payload)), only) == (True, "Success")
+    def place(*given):
+        original(*given)
+        device.finish_queued_work()
+        copied.append(time.monotonic())
+
+    peer_receiver.place = place
 
     def send_both():
         if on_gpu():
             torch.cuda.set_device(0)
-        for value in values:
-            group.announce(value.nbytes)
-            group.broadcast(value.view(torch.uint8))
-        group.announce(0)
+        group, deadline = PeerGroup(spec, SENDER), time.monotonic() + 60
+        for number, value in enumerate(values):
+            announced = group.tell([RECEIVER], [[1, number, value.nbytes]], deadline)
+            assert group.told([RECEIVER], 1, deadline) == [[number]]
+            announced.wait()
+            group.start([Move(RECEIVER, value.view(torch.uint8), sends=True)], deadline).wait()
+        return group
 
-    tell(open_payload(spec, 1))
-    group = BroadcastGroup(spec, 0, store)
+    receiver = PeerReceiver(spec, OnlyRank(), {"target": rounds}, None)
     device.finish_queued_work()
-    seconds = []
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send_both)
-        # The second bucket's kernel is under way.
-        deadline = time.monotonic() + 30
-        while len(SpinningNccl.sent) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(0.2)
-        for number in (0, 1):
-            part = TensorPart(
-                spec=TensorSpec(name=f"w{number}", shape=(1 << 18,), dtype="float32"), start=0, stop=1 << 18, offset=0,
-                nbytes=values[number].nbytes,
-            )  # fmt: skip
-            start = time.monotonic()
-            tell(received_payload(spec.name, number, [part]))
-            end = time.monotonic()
-            seconds.append(end - start)
-            if number == 0:
-                first_loaded = end
-        sending.result(60)
-    assert all(torch.equal(model.loaded[f"w{number}"], values[number]) for number in (0, 1))
-    assert leave_group(only)
+        start = time.monotonic()
+        receiver.receive("target", 1, regions)
+        group = sending.result(60)
+    assert all(torch.equal(memory[f"w{number}"], values[number]) for number in (0, 1))
+    receiver.close()
     group.drop()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(20)
-    return seconds, SpinningNccl.received[1] - first_loaded
+    return copied[0] - start, SpinningNccl.received[1] - copied[0]
 
 
-@pytest.mark.proves("an engine that loads waits for no kernel of the network, so the two cannot block each other")
-def test_an_engine_loads_a_bucket_while_the_kernel_of_the_next_one_waits(figure):
-    (((first, second), after),) = run_ranks(load_while_a_kernel_spins, 1, timeout_s=90)
+@pytest.mark.proves("an engine that copies waits for no kernel of the network, so the two cannot block each other")
+def test_an_engine_copies_a_round_while_the_kernel_of_the_next_one_waits(figure):
+    ((first, after),) = run_ranks(copy_while_a_kernel_spins, 1, timeout_s=90)
     whole = choose(SPIN_S, SPIN_ON_CPU_S)
-    assert first < whole / 4, "update() waited for the kernel"
+    assert first < whole / 2, "the copy waited for the kernel"
     assert after > whole / 4
-    figure(f"loaded in {first * 1000:.0f} ms while a kernel ran for {whole:g} s; the next bucket in {second:.1f} s")
+    figure(f"copied after {first * 1000:.0f} ms while a kernel ran for {whole:g} s; the next round {after:.1f} s later")

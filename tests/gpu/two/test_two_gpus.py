@@ -33,10 +33,12 @@ def engine_at(path: Path, gpu: int, load_s: float = 0.0) -> Iterator[None]:
 
 
 def send_versions(rank, num_ranks, port, path, transport):
-    """(buckets, bytes, seconds of the fastest version's copying); the trainer is on the first GPU that it sees."""
+    """(buckets or rounds, bytes, seconds of the fastest version's copying); the trainer is on the first GPU."""
     if on_gpu():
         torch.cuda.set_device(0)
     engine, source = RemoteEngine("engine 0", path, timeout_s=60.0), Source(weights(NUM_BUCKETS))
+    if transport is TransportName.p2p:
+        engine.ask("keep", {name: (tuple(weight.shape), weight.dtype) for name, weight in source.weights.items()})
     sender = session(source, [engine], transport)
     seconds = []
     for version in range(1, NUM_VERSIONS + 1):
@@ -47,23 +49,22 @@ def send_versions(rank, num_ranks, port, path, transport):
         assert report.failed_engines == {}
         for name, value in source.weights.items():
             assert (engine.ask("value", name) == value.float().cpu().numpy()).all(), name
-        seconds.append(sum(report.stage_seconds[stage] for stage in ("gather", "wait", "send")))
+        seconds.append(sum(report.stage_seconds.get(stage, 0.0) for stage in ("gather", "wait", "send")))
     sender.close()
     engine.close()
     return report.buckets, report.bytes, min(seconds)
 
 
-@pytest.mark.proves("broadcasts by NCCL between a trainer and an engine's receiver, also one that loads slowly")
+@pytest.mark.proves("messages by NCCL between a trainer and an engine, also one that copies slowly")
 @pytest.mark.parametrize("load_s", [0.0, 0.3], ids=["fast engine", "slow engine"])
-def test_versions_are_broadcast_to_an_engine_on_another_gpu(tmp_path, figure, load_s):
+def test_versions_are_sent_to_an_engine_on_another_gpu(tmp_path, figure, load_s):
     with engine_at(tmp_path / "engine", 1, choose(load_s, load_s / 10)):
-        ((buckets, nbytes, seconds),) = run_ranks(
-            send_versions, 1, tmp_path / "engine", TransportName.collective, timeout_s=150
+        ((rounds, nbytes, seconds),) = run_ranks(
+            send_versions, 1, tmp_path / "engine", TransportName.p2p, timeout_s=150
         )
-    assert buckets == NUM_BUCKETS
-    figure(
-        f"broadcast and load {nbytes / 1e9 / seconds:.2f} GB/s, a copy within a GPU {copy_gb_per_s(bucket_bytes()):.1f}"
-    )
+    # A rank has two slots, each half of a bucket.
+    assert rounds >= nbytes / (bucket_bytes() // 2) > 2
+    figure(f"send and copy {nbytes / 1e9 / seconds:.2f} GB/s, a copy within a GPU {copy_gb_per_s(bucket_bytes()):.1f}")
 
 
 @pytest.mark.proves("CUDA IPC between processes of which each sees another GPU alone, as Ray's actors do")

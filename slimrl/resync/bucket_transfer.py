@@ -1,0 +1,167 @@
+"""Versions that travel in buckets, which the trainer's nodes gather and senders send: `ipc`, `disk` and `delta`.
+
+Begin; then bucket by bucket gather, transform, send, where a bucket is sent and loaded while the next is gathered; end,
+when every engine has the whole version. After a fault, engines that give no sign of life or failed twice are taken out,
+and the version starts again for the others.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from slimrl.config.schema.resync import ResyncConfig, TransportName
+from slimrl.data.engine import EngineError
+from slimrl.data.model_weights import EngineControl, WeightSource
+from slimrl.resync.buckets import Transform
+from slimrl.resync.engine_calls import EngineCalls
+from slimrl.resync.expected_fingerprints import ExpectedFingerprints
+from slimrl.resync.pipeline import Pipeline
+from slimrl.resync.plan import ResyncPlan, plan_resync
+from slimrl.resync.ranks import Ranks, StartAgain, sync_errors_across_ranks
+from slimrl.resync.report import Clock
+from slimrl.resync.transfer import Progress, SyncErrors, Transfer
+from slimrl.resync.transports.base import Transport
+from slimrl.resync.transports.disk import DiskTransport
+from slimrl.resync.transports.ipc import IpcTransport
+
+
+class BucketTransfer(Transfer):
+    """Implements Transfer.
+
+    Args:
+        deadline_s: of each wait for another rank.
+        transport: None for the one that the config names.
+
+    Raises:
+        ValueError: see `plan_resync`.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        ranks: Ranks,
+        engines: Sequence[EngineControl],
+        config: ResyncConfig,
+        *,
+        run_id: str,
+        deadline_s: float,
+        transport: Transport | None,
+        model_dir: Path,
+        run_dir: Path,
+        transform: Transform | None,
+    ) -> None:
+        self._source, self._ranks, self._config, self._run_id = source, ranks, config, run_id
+        self._deadline_s, self._transform = deadline_s, transform
+        self._layout = source.layout()
+        self._plan = self._make_plan(engines)
+        self._engines = list(engines)
+        self._transport = transport or make_transport(
+            config, self._plan, run_id=run_id, model_dir=model_dir, run_dir=run_dir
+        )
+        self._pipeline: Pipeline | None = None
+
+    def use(self, engines: Sequence[EngineControl]) -> None:
+        plan = self._make_plan(engines)
+        self._engines = list(engines)
+        if plan.senders != self._plan.senders:
+            self._close_pipeline()
+            self._plan = plan
+
+    def mine(self) -> list[EngineControl]:
+        sender = self._plan.sender(self._ranks.rank)
+        return [engine for engine in self._engines if sender and engine.name in sender.engines]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(bucket.sent_bytes for bucket in self._plan.buckets)
+
+    @property
+    def parts(self) -> int:
+        return len(self._plan.buckets)
+
+    @property
+    def nbytes(self) -> int:
+        return self._pipeline.nbytes if self._pipeline else 0
+
+    @property
+    def written_bytes(self) -> int | None:
+        return self._transport.written_bytes
+
+    @property
+    def changed_fraction(self) -> float | None:
+        return self._transport.changed_fraction
+
+    def run(
+        self,
+        version: int,
+        calls: EngineCalls,
+        clock: Clock,
+        expected: ExpectedFingerprints,
+        on_progress: Progress | None,
+    ) -> None:
+        if self._pipeline is None:
+            self._pipeline = Pipeline(
+                self._plan, self._source, self._ranks, run_id=self._run_id, timeout_s=self._deadline_s
+            )
+
+        def sync_errors(place: str, error: Exception | None) -> None:
+            if isinstance(error, EngineError):
+                self._transport.finish_calls()
+            sync_errors_across_ranks(self._ranks, calls, version, place, error)
+
+        def prepare() -> None:
+            calls.each("pause", lambda engine: engine.pause(self._config.pause))
+            self._transport.begin(version, list(calls.engines))
+
+        while True:
+            try:
+                with clock("pause"):
+                    _together(calls, sync_errors, "before the first bucket", prepare)
+                send = self._transport.send if calls.engines else None
+                overlapping = self._transport.overlapping
+                self._pipeline.run(send, sync_errors, clock, on_progress, expected.record, overlapping=overlapping)
+                with clock("activate"):
+                    _together(calls, sync_errors, "after the last bucket", partial(self._transport.end, version))
+                return
+            except StartAgain:
+                continue
+
+    def close(self) -> None:
+        self._close_pipeline()
+        self._transport.close()
+
+    def _make_plan(self, engines: Sequence[EngineControl]) -> ResyncPlan:
+        return plan_resync(
+            self._layout,
+            self._ranks.nodes,
+            [engine.place for engine in engines],
+            transport=self._config.transport,
+            bucket_bytes=self._config.bucket_bytes,
+            transform=self._transform,
+        )
+
+    def _close_pipeline(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+
+
+def _together(calls: EngineCalls, sync_errors: SyncErrors, place: str, action: Callable[[], None]) -> None:
+    """Run an action on the ranks with engines; all ranks learn how it ended."""
+    error: Exception | None = None
+    if calls.engines:
+        try:
+            action()
+        except (EngineError, OSError) as raised:
+            error = raised
+    sync_errors(place, error)
+
+
+def make_transport(config: ResyncConfig, plan: ResyncPlan, *, run_id: str, model_dir: Path, run_dir: Path) -> Transport:
+    """The transport that the config names; see ResyncSession for the arguments."""
+    if config.transport is TransportName.ipc:
+        return IpcTransport(config.timeout_s)
+    root = Path(config.dir) / run_id if config.dir else run_dir / "resync"
+    specs = list({part.spec.name: part.spec for bucket in plan.buckets for part in bucket.sent}.values())
+    local_dir = Path(config.local_dir) / run_id if config.transport is TransportName.delta else None
+    return DiskTransport(root, specs, model_dir, config, local_dir)
