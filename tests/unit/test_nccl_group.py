@@ -36,6 +36,7 @@ class Nccl:
         self.member, self.options, self.aborted = member, options, threading.Event()
         self.handling = os.environ.get(peer_group.ERROR_HANDLING)
         self._moves, self._connected = None, False
+        time.sleep(Nccl.making_s)
         Nccl.made.append(self)
 
     class Options(SimpleNamespace):
@@ -48,28 +49,32 @@ class Nccl:
         return SimpleNamespace(wait=self._connect)
 
     def _connect(self, limit):
+        if Nccl.connecting is not None:
+            Nccl.connecting.wait(10)
         if Nccl.refuses:
             raise RuntimeError("NCCL cannot connect")
 
-    def _start_coalescing(self, device):
+    def _start_coalescing(self):
         assert self._connected
         assert self._moves is None
-        assert device.type == "cuda"
         self._moves = []
 
     def send(self, tensors, peer, tag):
+        if self.aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
         self._moves.append((tensors[0], peer, True))
 
     def recv(self, tensors, peer, tag):
         self._moves.append((tensors[0], peer, False))
 
-    def _end_coalescing(self, device):
+    def _end_coalescing(self):
         moves, self._moves = self._moves, None
         Nccl.begun.append((self.member, torch.cuda.stream_of_this_thread()))
         for data, peer, sends in moves:
             if sends:
                 Nccl.sent[self.member, peer].put(data.clone())
-        return SimpleNamespace(wait=lambda limit: self._wait(moves, time.monotonic() + limit.total_seconds()))
+        start = time.monotonic()
+        return SimpleNamespace(wait=lambda limit: self._wait(moves, start + limit.total_seconds()))
 
     def _wait(self, moves, deadline):
         for data, peer, sends in moves:
@@ -121,7 +126,8 @@ class Streams:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch):
-    Nccl.made, Nccl.begun, Nccl.refuses = [], [], False
+    Nccl.made, Nccl.begun, Nccl.refuses, Nccl.making_s = [], [], False, 0.0
+    Nccl.connecting = None
     Nccl.sent, Nccl.taken = defaultdict(queue.Queue), defaultdict(queue.Queue)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     return Streams(monkeypatch)
@@ -213,6 +219,29 @@ def test_torch_may_not_end_the_process_for_this_group_and_may_for_others(monkeyp
     assert os.environ.get(peer_group.ERROR_HANDLING) == before
 
 
+def test_groups_that_threads_make_at_once_leave_the_environment_as_it_was(monkeypatch):
+    """Each waits for all to be connecting, as it would for a member that makes them in another order."""
+    monkeypatch.delenv(peer_group.ERROR_HANDLING, raising=False)
+    Nccl.making_s, Nccl.connecting = 0.05, threading.Barrier(4)
+
+    def make(number):
+        PeerGroup(
+            GroupSpec(name=f"g{number}", address="", port=1, world_size=1, backend="nccl", timeout_s=10.0), 0
+        ).drop()
+
+    assert all_at_once({number: lambda number=number: make(number) for number in range(4)}).errors == {}
+    assert [made.handling for made in Nccl.made] == ["0"] * 4
+    assert peer_group.ERROR_HANDLING not in os.environ
+
+
+def test_torch_has_the_functions_of_a_group_without_torchs_own_wrapper():
+    """The stand-in's coalescing takes what this class takes; ProcessGroupNCCL inherits the same."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    for call in (group._start_coalescing, group._end_coalescing):
+        with pytest.raises(RuntimeError, match="does not implement"):
+            call()
+
+
 def test_a_group_that_nccl_cannot_connect_is_an_error_and_leaves_no_kernel():
     Nccl.refuses = True
     with pytest.raises(GroupError, match="joining group g: NCCL cannot connect"):
@@ -244,6 +273,30 @@ def test_messages_that_are_late_are_an_error_at_the_deadline():
     with pytest.raises(GroupError, match="message to member 1: NCCL timed out"):
         pending.wait()
     assert 0.4 < time.monotonic() - start < 3
+    for member in members.values():
+        member.drop()
+
+
+def test_the_deadline_of_a_message_does_not_depend_on_when_its_wait_begins():
+    members = pair()
+    start = time.monotonic()
+    pending = members[0].start([Move(1, data(), sends=True)], start + 1.5)
+    time.sleep(1.0)
+    members[1].start([Move(0, data(), sends=False)], start + 30)
+    taken = threading.Timer(0.2, Nccl.taken[0, 1].put, [True])
+    taken.start()
+    pending.wait()
+    for member in members.values():
+        member.drop()
+
+
+def test_messages_that_cannot_begin_leave_no_launch_open():
+    members = pair()
+    (nccl,) = [made for made in Nccl.made if made.member == 0]
+    nccl.abort()
+    with pytest.raises(GroupError, match="aborted"):
+        members[0].start([Move(1, data(), sends=True)], time.monotonic() + 30)
+    assert nccl._moves is None
     for member in members.values():
         member.drop()
 

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ _LEFT = "this member has left the group"
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Environment variable that torch reads when it makes a group; 0: a late message does not end the process."""
+_ENVIRONMENT = threading.Lock()
+"""Held by the thread that has it set"""
 
 
 class GroupError(Exception):
@@ -80,6 +82,7 @@ class PeerGroup:
             keys = dist.PrefixStore(spec.name, connect_store(spec))
             self._gloo: list[Any] = [dist.ProcessGroupGloo(keys, member, spec.world_size, timeout=self._timeout)]
             self._under_way: weakref.WeakSet[Pending] = weakref.WeakSet()
+            self._lock = threading.Lock()
             # Its threads drop tensors after an operation, for which they need the interpreter. The destructor joins
             # them, so it has to run before the interpreter ends.
             weakref.finalize(self, self._gloo.clear)
@@ -125,7 +128,9 @@ class PeerGroup:
         # the interpreter aborts if a thread returns from torch after the interpreter has ended.
         gloo, self._gloo = self._gloo, []
         # Messages keep the connections open too, and an error that is kept keeps the frames that hold them.
-        for pending in list(self._under_way):
+        with self._lock:
+            under_way = list(self._under_way)
+        for pending in under_way:
             gloo += pending.forget()
         _start(gloo.clear, "drop-group")
         nccl, self._nccl = self._nccl, None
@@ -137,7 +142,8 @@ class PeerGroup:
         if group is None:
             raise GroupError(_LEFT)
         pending = Pending([], deadline)
-        self._under_way.add(pending)
+        with self._lock:
+            self._under_way.add(pending)
         try:
             for move in moves:
                 pending.add(move, (group.send if move.sends else group.recv)([move.data], move.peer, tag))
@@ -192,17 +198,17 @@ class _NcclPeers:
     """One member of the group, on the current device."""
 
     def __init__(self, keys: Any, member: int, world_size: int, timeout: timedelta) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.config.max_ctas = MAX_CTAS
-        with _environment(ERROR_HANDLING, "0"):
+        # Not longer than torch reads it: other threads make groups at the same time, and wait for this one's members.
+        with _ENVIRONMENT, _environment(ERROR_HANDLING, "0"):
             self._group: Any = dist.ProcessGroupNCCL(keys, member, world_size, options)
-            try:
-                self._connect(timeout)
-            except _ERRORS:
-                self.abort()
-                raise
+        try:
+            self._connect(timeout)
+        except _ERRORS:
+            self.abort()
+            raise
         self._stream = torch.cuda.Stream()
 
     def _connect(self, timeout: timedelta) -> None:
@@ -213,11 +219,17 @@ class _NcclPeers:
     def start(self, moves: Sequence[Move], deadline: float) -> Pending:
         """One launch for all messages; see PeerGroup.start."""
         with torch.cuda.stream(self._stream):
-            self._group._start_coalescing(self._device)
-            for move in moves:
-                function = self._group.send if move.sends else self._group.recv
-                function([move.data], move.peer, 0)
-            work = self._group._end_coalescing(self._device)
+            self._group._start_coalescing()
+            try:
+                for move in moves:
+                    function = self._group.send if move.sends else self._group.recv
+                    function([move.data], move.peer, 0)
+            except _ERRORS:
+                # While it is open, NCCL holds back whatever else this thread begins, also in other groups.
+                with suppress(*_ERRORS):
+                    self._group._end_coalescing()
+                raise
+            work = self._group._end_coalescing()
         return Pending([(moves[0], _OnStream(work, self._stream))], deadline)
 
     def abort(self) -> None:
@@ -229,9 +241,11 @@ class _OnStream:
     """A launch whose wait returns when the device has done it."""
 
     def __init__(self, work: Any, stream: Any) -> None:
-        self._work, self._stream = work, stream
+        self._work, self._stream, self._started = work, stream, time.monotonic()
 
     def wait(self, timeout: timedelta) -> None:
+        # Torch counts the limit from the launch.
+        timeout += timedelta(seconds=time.monotonic() - self._started)
         with torch.cuda.stream(self._stream):
             # With a limit it blocks until the kernel has ended.
             self._work.wait(timeout)
@@ -276,6 +290,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
         yield
     finally:
         if before is None:
-            os.environ.pop(name, None)
+            del os.environ[name]
         else:
             os.environ[name] = before

@@ -47,7 +47,7 @@ class SpinningNccl:
     def allreduce(self, tensors, options):
         return SimpleNamespace(wait=lambda limit: None)
 
-    def _start_coalescing(self, on):
+    def _start_coalescing(self):
         """Each launch has one message here."""
 
     def send(self, tensors, peer, tag):
@@ -79,7 +79,7 @@ class SpinningNccl:
 
         self._work = SimpleNamespace(wait=wait)
 
-    def _end_coalescing(self, on):
+    def _end_coalescing(self):
         return self._work
 
     def abort(self):
