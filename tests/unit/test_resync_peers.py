@@ -209,6 +209,19 @@ def test_engines_that_go_and_come_are_planned_for_anew(resyncs):
             assert_loaded(engine, source.weights)
 
 
+def test_engines_that_change_places_are_planned_for_anew(resyncs):
+    """A chain's plan names engines by their place."""
+    source, engines = Source(weights()), [Engine("engine 0"), Engine("engine 1")]
+    resync = resyncs(engines, source)
+    resync.run(1)
+    resync.use(engines[::-1])
+    source.weights = weights(2)
+    report = resync.run(2)
+    assert (report.failed_engines, report.mismatching) == ({}, ())
+    for engine in engines:
+        assert_loaded(engine, source.weights)
+
+
 def test_a_tensor_that_an_engine_lacks_is_named_before_anything_is_sent(resyncs):
     keeps = weights()
     del keeps["w3"]

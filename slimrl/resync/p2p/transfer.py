@@ -91,9 +91,12 @@ class PeerTransfer(Transfer):
         self._tensors = sent_tensors(self._layout, transform)
         self._values = SentValues(source, self._tensors, transform, ranks)
         self._engines = list(engines)
-        self._kept: dict[str, dict[EngineModel, Sequence[Kept]]] = {}
+        self._kept: dict[str, str] = {}
+        """Digest of what each engine keeps, on rank 0"""
+        self._news: dict[str, Mapping[EngineModel, Sequence[Kept]]] = {}
+        """What an engine has said, by digest, and only rank 0 knows so far"""
         self._reports: dict[str, Mapping[EngineModel, Sequence[Kept]]] = {}
-        self._planned: dict[str, str] | None = None
+        self._planned: list[tuple[str, str]] | None = None
         self._plans: EnginePlans | None = None
         self._own: dict[str, EnginePlan] = {}
         self._groups: dict[str, GroupSpec] = {}
@@ -156,6 +159,8 @@ class PeerTransfer(Transfer):
             try:
                 with clock("pause"):
                     self._together(sync_errors, "before the first message", partial(self._prepare, calls, loaded))
+                    # Apart, since the other ranks wait no longer than two calls may take.
+                    self._together(sync_errors, "before the first message", partial(self._ask, calls, loaded))
                     names = self._ranks.from_first([e.name for e in calls.engines if e.name not in loaded])
                     if names:
                         self._connect(sync_errors, calls, names)
@@ -192,19 +197,26 @@ class PeerTransfer(Transfer):
             sync_errors(place, error)
 
     def _prepare(self, calls: EngineCalls, loaded: Collection[str]) -> None:
-        """Pause the engines and ask those that are new what they keep."""
+        """Pause the engines and open an update of those that have not loaded the version."""
         calls.each("pause", lambda engine: engine.pause(self._pause))
         due = {engine.name: engine for engine in calls.engines if engine.name not in loaded}
         fan_out({name: engine.begin_update for name, engine in due.items()}, "begin_update", self._timeout_s)
+
+    def _ask(self, calls: EngineCalls, loaded: Collection[str]) -> None:
+        """Ask the engines that are new what they keep."""
         models = [EngineModel.target]
         if any(tensor.spec.mtp for tensor in self._tensors):
             models.append(EngineModel.draft)
-        new = {name: engine for name, engine in due.items() if name not in self._kept}
+        new = {e.name: e for e in calls.engines if e.name not in loaded and e.name not in self._kept}
 
         def ask(engine: EngineControl) -> dict[EngineModel, Sequence[Kept]]:
             return {model: engine.kept(model) for model in models}
 
-        self._kept |= fan_out({name: partial(ask, e) for name, e in new.items()}, "kept", self._timeout_s)
+        answers = fan_out({name: partial(ask, e) for name, e in new.items()}, "kept", self._timeout_s)
+        for name, kept in answers.items():
+            digest = self._kept[name] = _digest(kept)
+            if digest not in self._reports:
+                self._news[digest] = kept
 
     def _connect(self, sync_errors: SyncErrors, calls: EngineCalls, names: Sequence[str]) -> None:
         """Plan what these engines get and form the groups that are missing."""
@@ -215,11 +227,13 @@ class PeerTransfer(Transfer):
 
     def _plan(self, names: Sequence[str]) -> None:
         """Make the plan anew if these are other engines than before. All ranks have the same."""
-        known = {name: _digest(self._kept[name]) for name in names if name in self._kept}
+        known = {name: self._kept[name] for name in names if name in self._kept}
         digests: dict[str, str] = self._ranks.from_first(known)
-        unknown = self._ranks.from_first({d: self._kept[name] for name, d in known.items() if d not in self._reports})
-        self._reports |= unknown
-        if digests == self._planned:
+        self._reports |= self._ranks.from_first(self._news)
+        self._news = {}
+        # Also their order counts: a plan names an engine by its index.
+        planned = list(digests.items())
+        if planned == self._planned:
             return
         for name in list(self._groups):
             self._leave(name)
@@ -229,7 +243,7 @@ class PeerTransfer(Transfer):
         # Only rank 0 needs the messages of others, once, to give them to the engine.
         self._own = {name: self._plans.of(index).sent_by(self._ranks.rank) for index, name in enumerate(digests)}
         allow_connections(sum(plan.world_size for plan in self._own.values() if plan.is_sent_by(self._ranks.rank)))
-        self._planned = digests
+        self._planned = planned
 
     def _leave_broken_chains(self, names: Sequence[str]) -> None:
         """Leave all groups of engines that feed each other where one of them is missing."""
