@@ -127,7 +127,7 @@ class PeerReceiver:
     def close(self) -> None:
         """Leave the groups."""
         if self._group is not None:
-            self._group.drop()
+            self._group.drop(self._buffers)
         self._group = None
         if self._feed is not None:
             self._feed.close()
@@ -290,15 +290,13 @@ def place(message: Message, data: Tensor, regions: dict[str, list[KeptRegion]]) 
         dtype = getattr(torch, dtype_name)
         start, end = end, end + elements(box) * dtype.itemsize
         values = data[start:end].view(dtype).view([stop - first for first, stop in box])
-        region = _region_with(box, regions.get(name, ()))
-        if region is None:
+        places = [region for region in regions.get(name, ()) if _contains(region.box, box)]
+        if not places:
             raise ValueError(f"this rank does not keep {list(box)} of {name}")
-        memory = region.memory[slices_of(box, region.box)] if box else region.memory
-        memory.copy_(values)
+        for region in places:
+            memory = region.memory[slices_of(box, region.box)] if box else region.memory
+            memory.copy_(values)
 
 
-def _region_with(box: Box, regions: Sequence[KeptRegion]) -> KeptRegion | None:
-    for region in regions:
-        if all(a <= c and d <= b for (a, b), (c, d) in zip(region.box, box, strict=True)):
-            return region
-    return None
+def _contains(outer: Box, box: Box) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, box, strict=True))

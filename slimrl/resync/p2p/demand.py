@@ -82,7 +82,8 @@ def demands(tensors: Sequence[SentTensor], kept: Sequence[Kept], *, mtp: bool) -
 def _of_tensor(number: int, tensor: SentTensor, kept: Sequence[Kept]) -> Iterator[Demand]:
     ranks_of: dict[Box, list[int]] = {}
     for rank, boxes in enumerate(kept):
-        for box in boxes.get(tensor.spec.name, ()):
+        # A rank that keeps a region twice gets it once.
+        for box in dict.fromkeys(boxes.get(tensor.spec.name, ())):
             ranks_of.setdefault(box, []).append(rank)
     if not ranks_of:
         raise ValueError(f"no such tensor in the engine's model: {tensor.spec.name}")

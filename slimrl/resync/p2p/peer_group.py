@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -122,8 +123,12 @@ class PeerGroup:
         except _ERRORS as error:
             raise GroupError(_first_line(error)) from error
 
-    def drop(self) -> None:
-        """Leave, without waiting for messages that are under way."""
+    def drop(self, memory: Sequence[Tensor] = ()) -> None:
+        """Leave, without waiting for messages that are under way.
+
+        Args:
+            memory: what they may still read or write until their end; it is kept until then.
+        """
         # The destructor waits for the deadline of a failed message, so it runs in a thread of its own. Not a daemon:
         # the interpreter aborts if a thread returns from torch after the interpreter has ended.
         gloo, self._gloo = self._gloo, []
@@ -135,7 +140,7 @@ class PeerGroup:
         _start(gloo.clear, "drop-group")
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            _start(nccl.abort, "abort-group")
+            _start(partial(nccl.abort, list(memory)), "abort-group")
 
     def _over_gloo(self, moves: Sequence[Move], tag: int, deadline: float) -> "Pending":
         group = next(iter(self._gloo), None)
@@ -207,7 +212,7 @@ class _NcclPeers:
         try:
             self._connect(timeout)
         except _ERRORS:
-            self.abort()
+            self.abort([])
             raise
         self._stream = torch.cuda.Stream()
 
@@ -232,8 +237,12 @@ class _NcclPeers:
             work = self._group._end_coalescing()
         return Pending([(moves[0], _OnStream(work, self._stream))], deadline)
 
-    def abort(self) -> None:
-        """End messages that are under way, in this process alone, and free what the group holds."""
+    def abort(self, memory: Sequence[Tensor]) -> None:
+        """End messages that are under way, in this process alone, and free what the group holds.
+
+        Args:
+            memory: of the messages, which the caller's frame keeps until this returns.
+        """
         self._group.abort()
 
 

@@ -77,7 +77,7 @@ class EngineSender:
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            self._group.drop()
+            self._group.drop(self._slots)
         self._group = None
         self._slots.clear()
 
@@ -91,7 +91,10 @@ class EngineSender:
                 continue
             if (before := under_way[turn]) is not None:
                 before.wait()
-            moves = self._fill(self._slot(turn), messages, values)
+            try:
+                moves = self._fill(self._slot(turn), messages, values)
+            except torch.OutOfMemoryError as error:
+                raise OSError(f"no memory to quantise or merge what is sent: {error}") from error
             targets = list(dict.fromkeys(message.target for message in messages))
             sizes = [sum(message.nbytes for message in messages if message.target == target) for target in targets]
             announced = group.tell(targets, [(version, number, size) for size in sizes], deadline)

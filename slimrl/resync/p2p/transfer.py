@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -274,25 +275,35 @@ class PeerTransfer(Transfer):
                 backend=device.collective_backend(),
                 timeout_s=self._timeout_s,
             )
-        fed = {names[plan.feeder]: name for name, plan in self._own.items() if plan.feeder is not None}
-        failures: dict[str, str] = {}
-        for index, name in enumerate(names):
-            if name in missing:
-                rounds = self._plans.of(index).rounds_by_rank()
-                join = partial(
-                    engines[name].join_group,
-                    self._groups[name],
-                    rounds,
-                    self._groups[fed[name]] if name in fed else None,
-                )
-                try:
-                    fan_out({name: join}, "join_group", self._timeout_s)
-                except EnginesFailed as error:
-                    failures |= error.failures
-        if failures:
+        fed = self._fed_groups(names)
+        joins = {
+            name: partial(
+                engines[name].join_group,
+                self._groups[name],
+                self._plans.of(index).rounds_by_rank(),
+                fed.get(name),
+            )
+            for index, name in enumerate(names)
+            if name in missing
+        }
+        try:
+            fan_out(joins, "join_group", self._timeout_s)
+        except EnginesFailed:
             for name in missing:
                 del self._groups[name]
-            raise EnginesFailed(failures)
+            raise
+
+    def _fed_groups(self, names: Sequence[str]) -> dict[str, GroupSpec]:
+        """The group of the engine that each engine feeds. The further down a chain, the shorter its deadline: an engine
+        gives up on the next one before the one that feeds it gives up on it."""
+        groups: dict[str, GroupSpec] = {}
+        levels: dict[str, int] = {}
+        for name in names:
+            feeder = self._own[name].feeder
+            levels[name] = 0 if feeder is None else levels[names[feeder]] + 1
+            if feeder is not None:
+                groups[names[feeder]] = replace(self._groups[name], timeout_s=self._timeout_s / levels[name])
+        return groups
 
     def _share_groups(self, names: Sequence[str]) -> None:
         """Learn the groups from rank 0, and make this rank's senders."""

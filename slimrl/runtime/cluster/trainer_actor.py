@@ -73,6 +73,7 @@ class TrainerActor(RankBatches):
         self.done, self.total = 0, 0
         self.resync_session: ResyncSession | None = None
         self.controls: list[SglangControl] = []
+        self.connected: list[tuple[EngineAddress, SglangControl]] = []
         self.meeting: TemporaryDirectory[str] | None = None
 
     def rendezvous(self, on_one_node: bool) -> str:
@@ -153,20 +154,25 @@ class TrainerActor(RankBatches):
 
     def connect_engines(self, engines: list[EngineAddress]) -> None:
         """Name the engines that `resync` updates; again when some were restarted, with the same names and addresses."""
-        timeout_s, replaced = self.recipe.resync.timeout_s, self.controls
         drafts = sends_drafts(self.recipe)
-        self.controls = [
-            SglangControl(
-                e.name,
-                e.url,
-                key=e.key,
-                num_ranks=e.tensor,
-                nodes=e.nodes,
-                timeout_s=timeout_s,
+
+        def control_of(engine: EngineAddress) -> SglangControl:
+            return SglangControl(
+                engine.name,
+                engine.url,
+                key=engine.key,
+                num_ranks=engine.tensor,
+                nodes=engine.nodes,
+                timeout_s=self.recipe.resync.timeout_s,
                 updates_draft=drafts,
             )
-            for e in engines
+
+        before = dict(self.connected)
+        # An engine that was not restarted, which has the same processes, keeps its control, and so its group.
+        self.connected = [
+            (engine, before.pop(engine) if engine in before else control_of(engine)) for engine in engines
         ]
+        self.controls = [control for _, control in self.connected]
         if self.resync_session is None:
             self.resync_session = ResyncSession(
                 self.worker.weight_source(mtp=drafts),
@@ -182,7 +188,7 @@ class TrainerActor(RankBatches):
             )
         else:
             self.resync_session.use(self.controls)
-        for control in replaced:
+        for control in before.values():
             control.close()
 
     def resync(self, version: int) -> ResyncReport | None:
