@@ -11,7 +11,8 @@
    as a trainer rank would.
 
 The engine's own thread does all this. It waits at most WAIT_FRACTION of the trainer's deadline for the version, so the
-engine answers in time even if the trainer hangs.
+engine answers in time even if the trainer hangs. NCCL's connections, which a group's first version makes, have no
+deadline of their own.
 """
 
 import logging
