@@ -132,7 +132,7 @@ class Engine:
         return [self.receiver.received_bytes]
 
     def _regions(self, model, memory):
-        """Of each tensor the whole; or, of an engine that is unlike others, its first row and the others."""
+        """All of each tensor; or, for an engine that is unlike others, its first row and the others."""
         result = {}
         for name, value in memory.items():
             if (name in self.drafts) is (model is EngineModel.draft):

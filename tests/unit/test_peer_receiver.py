@@ -176,7 +176,7 @@ def test_ranks_that_are_sent_nothing_from_outside_feed_nothing_and_the_group_for
 
 
 def test_ranks_that_get_their_first_message_in_a_late_round_feed_it_in_each_version(make_world):
-    """Of the 12 rounds, one rank has the first and the other the last ones."""
+    """One rank has the first of the 12 rounds, and the other the last ones."""
     pieces = {spec_of(name, (6, 4)): [(((0, 6), (0, 4)), (0,))] for name in "ab"}
 
     def engine():
