@@ -12,7 +12,7 @@ EngineLayout = tuple[int, int, int]
 
 
 def layouts(family: str) -> list[EngineLayout]:
-    """Layouts of a family with experts: groups where SGLang's model forms them, else more ranks than key-value heads."""
+    """Those of a family with experts: groups where SGLang's model forms them, else more ranks than key-value heads."""
     name = {"qwen3_vl_moe": "qwen3_moe", "kimi_k25": "deepseek_v3"}.get(family, family.removesuffix("_wrapped"))
     (row,) = (one for one in FAMILIES if one.name == name)
     groups = [(2, 1, 2), (4, 2, 2)] if row.attention_groups else [(4, 2, 1)]
