@@ -156,7 +156,7 @@ class SendThread:
         """The send's error, or None; an EngineError if it has not ended in time."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            return EngineError(f"what was to be sent was not within {timeout_s:g} s")
+            return EngineError(f"it was not sent within {timeout_s:g} s")
         return self._error
 
     def _run(self) -> None:
