@@ -1,5 +1,6 @@
 """Who holds connections to engines lets go of them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,12 +27,13 @@ def test_a_trainer_closes_the_controls_of_engines_that_it_lets_go_of():
     actor.recipe = Recipe()
     actor.resync_session = SimpleNamespace(use=used.append, close=lambda: None)
     actor.worker = SimpleNamespace(close=lambda: None)
-    actor.controls, actor.meeting = [], None
+    actor.controls, actor.connected, actor.meeting = [], [], None
     address = EngineAddress(
         name="engine 0", url="http://127.0.0.1:1", tensor=1, nodes=("a",), pids=(1,), key=EngineKey("k")
     )
-    for _ in range(2):
-        actor.connect_engines([address])
+    # A restarted engine has other processes.
+    for pid in (1, 2):
+        actor.connect_engines([replace(address, pids=(pid,))])
     [first], [second] = used
     assert (first._http.is_closed, second._http.is_closed) == (True, False)
     actor.close()
