@@ -28,6 +28,10 @@ def intersection(one: Box, other: Box) -> Box | None:
     return common if all(start < stop for start, stop in common) else None
 
 
+def contains(outer: Box, box: Box) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, box, strict=True))
+
+
 def rows(box: Box) -> int:
     """Size along dimension 0; 1 for a scalar."""
     return box[0][1] - box[0][0] if box else 1

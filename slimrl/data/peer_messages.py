@@ -4,10 +4,11 @@ An engine's rank that gets a message from the trainer passes it on: first to one
 then each of these to the others of its node.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from slimrl.data.boxes import Box
+from slimrl.data.boxes import Box, elements
 
 
 class Entry(NamedTuple):
@@ -30,6 +31,20 @@ class Message:
     entries: tuple[Entry, ...]
     """In the order of the bytes. Larger elements come first, so each entry is aligned and there are no gaps."""
     nbytes: int
+
+    def views(self, data: Any) -> Iterator[tuple[Entry, Any]]:
+        """Each entry with its part of the message's bytes, as a tensor of its shape and dtype.
+
+        Args:
+            data: uint8 [nbytes].
+        """
+        import torch
+
+        end = 0
+        for entry in self.entries:
+            dtype = getattr(torch, entry.dtype)
+            start, end = end, end + elements(entry.box) * dtype.itemsize
+            yield entry, data[start:end].view(dtype).view([stop - first for first, stop in entry.box])
 
     def hops(self, per_node: int) -> list[tuple[int, int, int]]:
         """(step, from, to) by which the engine's ranks pass it on, in order.

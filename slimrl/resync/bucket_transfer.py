@@ -105,8 +105,6 @@ class BucketTransfer(Transfer):
             )
 
         def sync_errors(place: str, error: Exception | None) -> None:
-            if isinstance(error, EngineError):
-                self._transport.finish_calls()
             sync_errors_across_ranks(self._ranks, calls, version, place, error)
 
         def prepare() -> None:

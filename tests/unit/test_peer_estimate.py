@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from estimate_cases import COLUMNS, NBYTES, ROWS, engine, layout
 
-from slimrl.data.model_weights import EngineModel, EnginePlace, SourceLayout, SourcePiece, TensorSpec
+from slimrl.data.model_weights import EngineModel, EnginePlace, SourceLayout
 from slimrl.estimates.resync.machine import GB, Machine
 from slimrl.estimates.resync.peer_estimate import PeerEstimate, Spread, estimate_models
 from slimrl.estimates.resync.peer_pipeline import RoundSeconds, pipeline_seconds
@@ -13,30 +14,12 @@ from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.transform import Quantize
 
-ROWS, COLUMNS = 1024, 256
-NBYTES = 2 * ROWS * COLUMNS
 SMOOTH = replace(
     Machine(), hop_us=0, gather_us=0, load_us=0, settle_us=0, stage_us=0, quantize_us=0, place_us=0, message_us=0,
     round_us=0,
 )  # fmt: skip
 """Links alone take time."""
 ADAPTER = SMOOTH.network_gb_per_s * GB
-
-
-def layout(holders: list[tuple[int, ...]], tensors: int = 1) -> SourceLayout:
-    """Matrices whose rows are cut into as many equal pieces as there are sets of ranks."""
-    step = ROWS // len(holders)
-    pieces = tuple(
-        SourcePiece(region=(slice(i * step, (i + 1) * step), slice(0, COLUMNS)), holders=ranks)
-        for i, ranks in enumerate(holders)
-    )
-    return {
-        TensorSpec(name=f"layer{i}.weight", shape=(ROWS, COLUMNS), dtype="bfloat16"): pieces for i in range(tensors)
-    }
-
-
-def engine(name: str, *nodes: str, num_ranks: int = 1) -> EnginePlace:
-    return EnginePlace(name=name, nodes=nodes, num_ranks=num_ranks)
 
 
 def estimated(

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from estimate_cases import COLUMNS, NBYTES, ROWS, engine, layout
 
 from slimrl.config.schema.resync import TransportName
-from slimrl.data.model_weights import EnginePlace, SourceLayout, SourcePiece, TensorSpec
+from slimrl.data.model_weights import EnginePlace, SourceLayout
 from slimrl.estimates.resync.estimate import BucketEstimate, as_json, estimate
 from slimrl.estimates.resync.machine import GB, Machine
 from slimrl.quantization.fp8 import BlockFp8
@@ -13,27 +14,8 @@ from slimrl.resync.buckets import Transform
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.transform import Quantize
 
-ROWS, COLUMNS = 1024, 256
-NBYTES = 2 * ROWS * COLUMNS
-
 SMOOTH = replace(Machine(), hop_us=0, gather_us=0, load_us=0)
 """Links alone take time."""
-
-
-def layout(holders: list[tuple[int, ...]], tensors: int = 1) -> SourceLayout:
-    """Matrices whose rows are cut into as many equal pieces as there are sets of ranks."""
-    step = ROWS // len(holders)
-    pieces = tuple(
-        SourcePiece(region=(slice(i * step, (i + 1) * step), slice(0, COLUMNS)), holders=ranks)
-        for i, ranks in enumerate(holders)
-    )
-    return {
-        TensorSpec(name=f"layer{i}.weight", shape=(ROWS, COLUMNS), dtype="bfloat16"): pieces for i in range(tensors)
-    }
-
-
-def engine(name: str, *nodes: str, num_ranks: int = 1) -> EnginePlace:
-    return EnginePlace(name=name, nodes=nodes, num_ranks=num_ranks)
 
 
 def estimated(

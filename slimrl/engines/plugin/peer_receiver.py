@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from slimrl import device
-from slimrl.data.boxes import Box, elements, slices_of
+from slimrl.data.boxes import contains, slices_of
 from slimrl.data.model_weights import GroupSpec
 from slimrl.data.peer_messages import Entry, Message, Round
 from slimrl.engines.plugin.engine_ranks import EngineRanks
@@ -286,18 +286,10 @@ def place(message: Message, data: Tensor, regions: dict[str, list[KeptRegion]]) 
     Args:
         data: uint8 [nbytes of the message].
     """
-    end = 0
-    for name, dtype_name, box in message.entries:
-        dtype = getattr(torch, dtype_name)
-        start, end = end, end + elements(box) * dtype.itemsize
-        values = data[start:end].view(dtype).view([stop - first for first, stop in box])
-        places = [region for region in regions.get(name, ()) if _contains(region.box, box)]
+    for (name, _, box), values in message.views(data):
+        places = [region for region in regions.get(name, ()) if contains(region.box, box)]
         if not places:
             raise ValueError(f"this rank does not keep {list(box)} of {name}")
         for region in places:
             memory = region.memory[slices_of(box, region.box)] if box else region.memory
             memory.copy_(values)
-
-
-def _contains(outer: Box, box: Box) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, box, strict=True))

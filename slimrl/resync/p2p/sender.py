@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from slimrl import device
-from slimrl.checkpoints.safetensors_file import element_bytes
-from slimrl.data.boxes import elements
 from slimrl.data.model_weights import EngineModel, GroupSpec
 from slimrl.data.peer_messages import Message
 from slimrl.resync.p2p.engine_plan import SLOTS, EnginePlan
@@ -124,11 +122,8 @@ class EngineSender:
         with torch.no_grad():
             for message in messages:
                 data = slot[offset : offset + message.nbytes]
-                end = 0
-                for name, dtype_name, box in message.entries:
-                    start, end = end, end + elements(box) * element_bytes(dtype_name)
-                    shape = [stop - first for first, stop in box]
-                    values.write(name, box, data[start:end].view(getattr(torch, dtype_name)).view(shape))
+                for (name, _, box), target in message.views(data):
+                    values.write(name, box, target)
                 moves.append(Move(message.target, data, sends=True))
                 offset += _aligned(message)
         device.finish_queued_work()

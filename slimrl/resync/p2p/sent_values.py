@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slimrl import device
-from slimrl.data.boxes import Box, box_of, slices_of
+from slimrl.data.boxes import Box, box_of, contains, slices_of
 from slimrl.data.model_weights import SourcePiece, TensorSpec, WeightSource, piece_of
 from slimrl.quantization.fp8 import NOT_FINITE, dequantize, quantize_with, scales_of, tile_absmax
 from slimrl.resync.p2p.demand import SentTensor
@@ -92,7 +92,7 @@ class SentValues:
         for piece in self._pieces[spec.name]:
             held = box_of(piece.region)
             tiles = box_of(self._tiles(held))
-            if all(a <= c and d <= b for (a, b), (c, d) in zip(tiles, box, strict=True)):
+            if contains(tiles, box):
                 target.copy_(self._scales[spec.name, held][slices_of(box, tiles)])
                 return
         raise KeyError(f"no piece of this rank has tiles {box} of {spec.name}")
@@ -128,8 +128,7 @@ class SentValues:
 
     def _piece_with(self, name: str, box: Box) -> SourcePiece:
         for piece in self._pieces[name]:
-            held = box_of(piece.region)
-            if all(a <= c and d <= b for (a, b), (c, d) in zip(held, box, strict=True)):
+            if contains(box_of(piece.region), box):
                 return piece
         raise KeyError(f"no piece of this rank has {box} of {name}")
 

@@ -35,13 +35,6 @@ class Transport(Protocol):
         """
         ...
 
-    def finish_calls(self) -> None:
-        """Wait until no call to an engine is under way any more, whatever its result; no `send` may be running.
-
-        Nothing to do where no call outlasts the method that makes it.
-        """
-        return
-
     def end(self, version: int) -> None:
         """Returns when every engine has the whole version loaded."""
         ...
