@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.boxes import Box
-from slimrl.data.peer_messages import Round
+from slimrl.data.peer_messages import Placed, Round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +202,19 @@ class EngineControl(Protocol):
         """Open an update; closes one that was left open."""
         ...
 
-    def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
-        """Load the bucket that lies in the named shared-memory segment (CPU) or behind the CUDA IPC handle.
+    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Sequence[Sequence[Placed]]]) -> None:
+        """Give each rank the plan of what lies where in the trainer's shared memory; it replaces an earlier one.
 
-        It holds tensors of the engine's model alone or of its draft model alone.
+        Args:
+            segments: names of files in /dev/shm (CPU) or CUDA IPC handles of the slots of each trainer rank, by its
+                number; round k lies in slot k modulo their count.
+            rounds: of each rank of the engine, in each round the messages that it loads, whose source is the trainer
+                rank in whose slot they lie.
         """
+        ...
+
+    def load_round(self, model: EngineModel, version: int, number: int) -> None:
+        """Load a round of one model out of the slots; an update must be open."""
         ...
 
     def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:

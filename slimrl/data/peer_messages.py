@@ -1,10 +1,10 @@
-"""Messages of the `p2p` transport, from trainer ranks to the ranks of an engine.
+"""Messages of the `p2p` and `ipc` transports, from trainer ranks to the ranks of an engine.
 
-An engine's rank that gets a message from the trainer passes it on: first to one rank of each other node that keeps it,
-then each of these to the others of its node.
+With `p2p`, an engine's rank that gets a message from the trainer passes it on: first to one rank of each other node
+that keeps it, then each of these to the others of its node.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,21 @@ class Entry(NamedTuple):
     box: Box
 
 
+def views(entries: Sequence[Entry], data: Any) -> Iterator[tuple[Entry, Any]]:
+    """Each entry of a message with its part of the bytes, as a tensor of its shape and dtype.
+
+    Args:
+        data: uint8, the message's bytes; others may follow.
+    """
+    import torch
+
+    end = 0
+    for entry in entries:
+        dtype = getattr(torch, entry.dtype)
+        start, end = end, end + elements(entry.box) * dtype.itemsize
+        yield entry, data[start:end].view(dtype).view([stop - first for first, stop in entry.box])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Message:
     source: int
@@ -31,20 +46,6 @@ class Message:
     entries: tuple[Entry, ...]
     """In the order of the bytes. Larger elements come first, so each entry is aligned and there are no gaps."""
     nbytes: int
-
-    def views(self, data: Any) -> Iterator[tuple[Entry, Any]]:
-        """Each entry with its part of the message's bytes, as a tensor of its shape and dtype.
-
-        Args:
-            data: uint8 [nbytes].
-        """
-        import torch
-
-        end = 0
-        for entry in self.entries:
-            dtype = getattr(torch, entry.dtype)
-            start, end = end, end + elements(entry.box) * dtype.itemsize
-            yield entry, data[start:end].view(dtype).view([stop - first for first, stop in entry.box])
 
     def hops(self, per_node: int) -> list[tuple[int, int, int]]:
         """(step, from, to) by which the engine's ranks pass it on, in order.
@@ -61,3 +62,10 @@ class Message:
 
 
 Round = tuple[Message, ...]
+
+
+class Placed(NamedTuple):
+    """A message in a buffer."""
+
+    message: Message
+    offset: int

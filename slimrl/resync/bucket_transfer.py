@@ -1,16 +1,14 @@
-"""Versions that travel in buckets, which the trainer's nodes gather and senders send: `ipc`, `disk` and `delta`.
+"""Versions that travel in buckets, which rank 0 gathers from all nodes and sends: `disk` and `delta`.
 
 Begin; then bucket by bucket gather, transform, send, where a bucket is sent and loaded while the next is gathered; end,
 when every engine has the whole version. After a fault, engines that give no sign of life or failed twice are taken out,
 and the version starts again for the others.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from slimrl.config.schema.resync import ResyncConfig, TransportName
-from slimrl.data.engine import EngineError
 from slimrl.data.model_weights import EngineControl, WeightSource
 from slimrl.resync.buckets import Transform
 from slimrl.resync.engine_calls import EngineCalls
@@ -19,10 +17,10 @@ from slimrl.resync.pipeline import Pipeline
 from slimrl.resync.plan import ResyncPlan, plan_resync
 from slimrl.resync.ranks import Ranks, StartAgain, sync_errors_across_ranks
 from slimrl.resync.report import Clock
-from slimrl.resync.transfer import Progress, SyncErrors, Transfer
+from slimrl.resync.steps import together
+from slimrl.resync.transfer import Progress, Transfer
 from slimrl.resync.transports.base import Transport
 from slimrl.resync.transports.disk import DiskTransport
-from slimrl.resync.transports.ipc import IpcTransport
 
 
 class BucketTransfer(Transfer):
@@ -108,18 +106,22 @@ class BucketTransfer(Transfer):
             sync_errors_across_ranks(self._ranks, calls, version, place, error)
 
         def prepare() -> None:
-            calls.each("pause", lambda engine: engine.pause(self._config.pause))
-            self._transport.begin(version, list(calls.engines))
+            if calls.engines:
+                calls.each("pause", lambda engine: engine.pause(self._config.pause))
+                self._transport.begin(version, list(calls.engines))
+
+        def end() -> None:
+            if calls.engines:
+                self._transport.end(version)
 
         while True:
             try:
                 with clock("pause"):
-                    _together(calls, sync_errors, "before the first bucket", prepare)
+                    together(sync_errors, "before the first bucket", prepare)
                 send = self._transport.send if calls.engines else None
-                overlapping = self._transport.overlapping
-                self._pipeline.run(send, sync_errors, clock, on_progress, expected.record, overlapping=overlapping)
+                self._pipeline.run(send, sync_errors, clock, on_progress, expected.record)
                 with clock("activate"):
-                    _together(calls, sync_errors, "after the last bucket", partial(self._transport.end, version))
+                    together(sync_errors, "after the last bucket", end)
                 return
             except StartAgain:
                 continue
@@ -144,21 +146,8 @@ class BucketTransfer(Transfer):
             self._pipeline = None
 
 
-def _together(calls: EngineCalls, sync_errors: SyncErrors, place: str, action: Callable[[], None]) -> None:
-    """Run an action on the ranks with engines; all ranks learn how it ended."""
-    error: Exception | None = None
-    if calls.engines:
-        try:
-            action()
-        except (EngineError, OSError) as raised:
-            error = raised
-    sync_errors(place, error)
-
-
 def make_transport(config: ResyncConfig, plan: ResyncPlan, *, run_id: str, model_dir: Path, run_dir: Path) -> Transport:
     """The transport that the config names; see ResyncSession for the arguments."""
-    if config.transport is TransportName.ipc:
-        return IpcTransport(config.timeout_s)
     root = Path(config.dir) / run_id if config.dir else run_dir / "resync"
     specs = list({part.spec.name: part.spec for bucket in plan.buckets for part in bucket.sent}.values())
     local_dir = Path(config.local_dir) / run_id if config.transport is TransportName.delta else None

@@ -11,32 +11,26 @@ A bucket's slot is filled in these steps, with a barrier of the node's ranks bet
 3. Nodes send each other what they lack (exchange.py).
 4. A sender transforms the rest.
 
-All ranks agree twice on each bucket k: that it is whole, so it is sent; and that bucket k - 1 has arrived, so its slot
-is filled with bucket k + 1. An overlapping transport starts to send bucket k before bucket k - 1 has arrived, so the
-engines need not wait for it.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import Tensor
 
 from slimrl import device
 from slimrl.data.model_weights import TensorPart, WeightSource
-from slimrl.resync.engine_calls import SendThread
 from slimrl.resync.exchange import Exchange, Message, messages
 from slimrl.resync.ipc.shared_buffer import SharedBuffer, open_shared, shared_buffer
 from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import RankError, Ranks
-from slimrl.resync.report import Clock, SendClock
+from slimrl.resync.report import Clock
+from slimrl.resync.steps import NUM_SLOTS, Pipelined
 from slimrl.resync.transfer import Progress, SyncErrors
 from slimrl.resync.transform import NodeTransform, Record
 
 Send = Callable[[Sequence[TensorPart], SharedBuffer], None]
 """Function that sends a bucket; see Transport.send."""
-
-NUM_SLOTS = 2
 
 
 class Pipeline:
@@ -88,42 +82,30 @@ class Pipeline:
         clock: Clock,
         on_progress: Progress | None,
         record: Record,
-        *,
-        overlapping: bool = False,
     ) -> None:
-        """Gather every bucket and, on a sender, send it.
+        """Gather every bucket and, on the sender, send it.
 
         Args:
             send: None on a rank that sends to no engine, or no longer.
             record: called for each place whose hashes this rank has to add.
-            overlapping: a send may begin before the one before it has ended.
 
         Raises:
             RankError: another rank died or is late. Whatever `sync_errors` raises.
         """
-        send_clock = SendClock(clock)
-        sending: list[SendThread] = []
-        total = len(self._plan.buckets)
-        number = 0
-        try:
-            for number, bucket in enumerate(self._plan.buckets):
-                slot = number % NUM_SLOTS
-                problem = self._fill(number, slot, clock, record)
-                with clock("agree"):
-                    sync_errors(self._place(number), problem)
-                if send is not None:
-                    call = partial(send, bucket.sent, self._slots.buffers[slot])
-                    after = None if overlapping else next(iter(sending), None)
-                    sending.append(SendThread(partial(send_clock.run, call), after))
-                if number:
-                    self._arrive(number - 1, sending, sync_errors, clock, on_progress)
-            if total:
-                self._arrive(total - 1, sending, sync_errors, clock, on_progress)
-        except RankError as error:
-            raise RankError(f"{self._place(number)}: {error}") from error
-        finally:
-            for each in sending:
-                each.wait(self._timeout_s)
+        buckets = self._plan.buckets
+
+        def send_bucket(number: int) -> None:
+            assert send is not None, "sends to no engine"
+            send(buckets[number].sent, self._slots.buffers[number % NUM_SLOTS])
+
+        pipelined = Pipelined(
+            [self._place(number) for number in range(len(buckets))], sync_errors, clock, on_progress, self._timeout_s
+        )
+        pipelined.run(
+            lambda number: self._fill(number, number % NUM_SLOTS, clock, record),
+            send_bucket if send is not None else None,
+            overlapping=False,
+        )
 
     def close(self) -> None:
         self._slots.close()
@@ -154,28 +136,6 @@ class Pipeline:
         if problem is None and transform is not None and sent is not None:
             problem = transform.behind(number, gathered, sent, clock, record)
         return problem
-
-    def _arrive(
-        self,
-        number: int,
-        sending: list[SendThread],
-        sync_errors: SyncErrors,
-        clock: Clock,
-        on_progress: Progress | None,
-    ) -> None:
-        """Wait until a bucket, the oldest that is being sent, has arrived everywhere."""
-        error = None
-        if sending:
-            with clock("wait"):
-                error = sending.pop(0).wait(self._timeout_s)
-                if error is not None:
-                    # All engines are probed next, and one that still loads does not answer.
-                    for each in sending:
-                        each.wait(self._timeout_s)
-        with clock("agree"):
-            sync_errors(self._place(number), error)
-        if on_progress is not None:
-            on_progress(number + 1, len(self._plan.buckets))
 
     def _place(self, number: int) -> str:
         first = self._plan.buckets[number].gathered[0].spec.name

@@ -82,12 +82,26 @@ class Ranks:
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on all ranks."""
+        return self.from_rank(0, value)
+
+    def from_rank(self, rank: int, value: Any) -> Any:
+        """The value of a rank, on all ranks."""
         if self._group is None:
             return value
         values = [value]
         with other_ranks():
-            dist.broadcast_object_list(values, src=0, group=self._group, device=torch.device("cpu"))
+            dist.broadcast_object_list(values, src=rank, group=self._group, device=torch.device("cpu"))
         return values[0]
+
+    def scatter_objects(self, source: int, values: Sequence[Any] | None) -> Any:
+        """This rank's one of the values that rank `source` has for each; the others give None."""
+        if self._group is None:
+            assert values is not None, "no values of the only rank"
+            return values[0]
+        received: list[Any] = [None]
+        with other_ranks():
+            dist.scatter_object_list(received, values, src=source, group=self._group)
+        return received[0]
 
     def node_barrier(self) -> None:
         """Barrier of this node's ranks."""

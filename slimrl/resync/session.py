@@ -1,7 +1,8 @@
 """Resyncs of a run: the trainer's weights into every engine, under one new version number.
 
 1. pause: `resync.pause` decides what happens to running requests.
-2. Send the version, in buckets (bucket_transfer.py) or from each rank to each rank (p2p/transfer.py).
+2. Send the version: from each rank to each rank (ipc/transfer.py, p2p/transfer.py), or in buckets
+   (bucket_transfer.py).
 3. end: every engine has the whole version.
 4. flush the prefix caches, which hold keys and values of the old weights, unless the recipe keeps them, and set the
    version.
@@ -25,6 +26,7 @@ from slimrl.resync.bucket_transfer import BucketTransfer
 from slimrl.resync.buckets import Transform
 from slimrl.resync.engine_calls import PROBE_TIMEOUT_S, EngineCalls
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
+from slimrl.resync.ipc.transfer import IpcTransfer
 from slimrl.resync.p2p.transfer import PeerTransfer
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock, ResyncError, ResyncReport
@@ -74,7 +76,20 @@ class ResyncSession:
         assert self._ranks.rank == rank, "not the rank of the process group"
         self._layout = source.layout()
         self._transfer: Transfer
-        if config.transport is TransportName.p2p and transport is None:
+        if transport is None and config.transport is TransportName.ipc:
+            assert transform is None or isinstance(transform, Quantize), "of block FP8"
+            self._transfer = IpcTransfer(
+                source,
+                self._ranks,
+                engines,
+                run_id=run_id,
+                timeout_s=config.timeout_s,
+                deadline_s=deadline_s,
+                bucket_bytes=config.bucket_bytes,
+                pause=config.pause,
+                transform=transform,
+            )
+        elif transport is None and config.transport is TransportName.p2p:
             assert transform is None or isinstance(transform, Quantize), "of block FP8"
             self._transfer = PeerTransfer(
                 source,

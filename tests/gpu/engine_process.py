@@ -26,7 +26,7 @@ from slimrl.data.boxes import Box
 from slimrl.data.engine import EngineError
 from slimrl.data.model_weights import EngineModel, EnginePlace, GroupSpec, TensorPart
 from slimrl.data.peer_messages import Round
-from slimrl.engines.plugin import bucket_loader, kept_tensors
+from slimrl.engines.plugin import kept_tensors, weight_updates
 from slimrl.engines.plugin.kept_tensors import KeptRegion
 from slimrl.engines.plugin.peer_receiver import plain_rounds
 from slimrl.models.fingerprint import fingerprint
@@ -73,7 +73,7 @@ class Served:
 
     def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
         self._segments.add(segment)
-        self._update(bucket_loader.bucket_payload(segment, parts))
+        self._update(weight_updates.bucket_payload(segment, parts))
 
     def keep(self, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Have parameters of these shapes and dtypes, which are received over p2p."""
@@ -88,14 +88,14 @@ class Served:
     ) -> None:
         (only,) = rounds
         plain = {model.value: plain_rounds(each) for model, each in only.items()}
-        self._update(bucket_loader.join_payload(group, plain, fed))
+        self._update(weight_updates.join_payload(group, plain, fed))
 
     def receive(self, group: str, model: EngineModel, version: int) -> list[int]:
-        counts: list[int] = json.loads(self._update(bucket_loader.receive_payload(group, model, version)))
+        counts: list[int] = json.loads(self._update(weight_updates.receive_payload(group, model, version)))
         return counts
 
     def end_update(self) -> None:
-        bucket_loader.around_end_update(lambda *_, run_post_load: None, self._updater, run_post_load=False)
+        weight_updates.around_end_update(lambda *_, run_post_load: None, self._updater, run_post_load=False)
 
     def fingerprints(self, names: list[str] | None) -> dict[str, str]:
         return {name: fingerprint(self.model.loaded[name]) for name in names or self.model.loaded}
@@ -108,7 +108,7 @@ class Served:
         return len(self._segments)
 
     def _update(self, payload: str) -> str:
-        done, message = bucket_loader.update(self.model, pickle.loads(base64.b64decode(payload)), self._ranks)
+        done, message = weight_updates.update(self.model, pickle.loads(base64.b64decode(payload)), self._ranks)
         if not done:
             raise EngineError(message)
         return message

@@ -9,6 +9,7 @@ from cli_runs import RECIPES, make_workspace, succeed
 from engine_probes import KEY
 from ranks import run_ranks
 from safetensors.torch import load_file
+from slimrl.resync.transports.ipc import IpcTransport
 from slimrl_tools.derive.quantize import quantization
 from slimrl_tools.derive.rewrite import write_checkpoint
 from slimrl_tools.toy.toy import ToySize, write_toy
@@ -29,7 +30,6 @@ from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.metrics import read_metrics
 from slimrl.quantization.fp8 import dequantize, quantize
 from slimrl.resync.session import ResyncSession
-from slimrl.resync.transports.ipc import IpcTransport
 from slimrl.rollout.task.engine_format import engine_transform
 
 pytestmark = [

@@ -8,11 +8,11 @@ from engine_ranks import OnlyRank
 
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.data.engine import EngineError
-from slimrl.data.model_weights import EngineModel, EnginePlace, SourcePiece, TensorSpec, packed_bytes
+from slimrl.data.model_weights import EngineModel, EnginePlace, SourcePiece, TensorSpec
 from slimrl.engines.plugin.kept_tensors import KeptRegion
-from slimrl.engines.plugin.peer_receiver import PeerReceiver
+from slimrl.engines.plugin.peer_receiver import PeerReceiver, place
 from slimrl.models.fingerprint import fingerprint
-from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.resync.ipc.shared_buffer import open_shared
 from slimrl.resync.p2p.peer_group import GroupError
 from slimrl.resync.session import ResyncSession
 
@@ -39,7 +39,7 @@ class Engine:
     """Keeps what it loads, and a log of what it was told.
 
     Args:
-        keeps: the tensors that it receives over p2p; None for those of `weights`.
+        keeps: the tensors that its model has; None for those of `weights`.
     """
 
     def __init__(self, name: str, keeps: dict[str, torch.Tensor] | None = None) -> None:
@@ -56,6 +56,7 @@ class Engine:
         self.running = 0
         self.load_s = 0.0
         self.loading = threading.Lock()
+        self._memory_of = None
 
     def probe(self, timeout_s):
         """Answers between two loads, as SGLang does."""
@@ -94,10 +95,31 @@ class Engine:
         self._note("fingerprints")
         return {name: fingerprint(self.loaded[name]) for name in (self.loaded if names is None else names)}
 
-    def load_shared_bucket(self, segment, parts):
+    def map_memory(self, segments, rounds):
+        self._note("map")
+        (self._loads,) = rounds
+        self._segments = segments
+
+    def load_round(self, model, version, number):
+        with self.loading:
+            time.sleep(self.load_s)
+            self._note("load")
+            if self._memory_of != (version, model):
+                memory = {name: torch.zeros_like(value) for name, value in self.keeps.items()}
+                self._memory_of, self._places = (version, model), self._regions(model, memory)
+                self.loaded |= {name: memory[name] for name in self._places}
+            for message, offset in self._loads[number]:
+                slot = open_shared(self._segments[message.source][number % 2])
+                place(message.entries, slot[offset:], self._places)
+
+    def take(self, parts, flat):
+        """Load a bucket."""
         self._note("load")
-        data = (SHARED_MEMORY_DIR / segment).read_bytes()[: packed_bytes(parts)]
-        self._take(torch.frombuffer(bytearray(data), dtype=torch.uint8), parts)
+        for part in parts:
+            whole = self.loaded.setdefault(
+                part.spec.name, torch.zeros(part.spec.shape, dtype=getattr(torch, part.spec.dtype))
+            )
+            (whole[part.start : part.stop] if whole.ndim else whole).copy_(part.view(flat))
 
     def kept(self, model):
         self._note("kept")
@@ -141,20 +163,27 @@ class Engine:
                 result[name] = [KeptRegion((rows, *box[1:]), value[slice(*rows)]) for rows in cuts]
         return result
 
-    def _take(self, flat, parts):
-        with self.loading:
-            time.sleep(self.load_s)
-            self._keep(flat, parts)
 
-    def _keep(self, flat, parts):
-        for part in parts:
-            dtype = getattr(torch, part.spec.dtype)
-            value = part.view(flat).clone()
-            if part.is_whole:
-                self.loaded[part.spec.name] = value
-                continue
-            whole = self.loaded.setdefault(part.spec.name, torch.zeros(part.spec.shape, dtype=dtype))
-            whole[part.start : part.stop] = value
+class MemoryTransport:
+    """Brings buckets straight to the engines."""
+
+    written_bytes = changed_fraction = None
+
+    def begin(self, version, engines):
+        self._engines = engines
+        for engine in engines:
+            engine.begin_update()
+
+    def send(self, parts, buffer):
+        for engine in self._engines:
+            engine.take(parts, buffer.tensor)
+
+    def end(self, version):
+        for engine in self._engines:
+            engine.end_update()
+
+    def close(self):
+        """Nothing is left to release."""
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -14,13 +14,14 @@ from engine_server import EngineServer, serving
 
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.engine import EngineError, GenerateRequest
-from slimrl.data.model_weights import EngineModel, GroupSpec, TensorPart, TensorSpec
-from slimrl.data.peer_messages import Entry, Message
+from slimrl.data.model_weights import EngineModel, GroupSpec
+from slimrl.data.peer_messages import Entry, Message, Placed
 from slimrl.engines import client
 from slimrl.engines.client import SglangEngine, batch_body, request_body
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.lockstep import LockstepEngine
-from slimrl.engines.plugin.bucket_loader import bucket_payload, join_payload, receive_payload
+from slimrl.engines.plugin.shared_rounds import plain_loads
+from slimrl.engines.plugin.weight_updates import join_payload, load_payload, map_payload, receive_payload
 from slimrl.engines.servers.control import EngineMemory, SglangControl
 
 
@@ -187,9 +188,6 @@ def control(wire: Wire) -> Iterator[SglangControl]:
     made.close()
 
 
-SPEC = TensorSpec(name="w", shape=(4, 2), dtype="float32")
-BUCKET = [TensorPart(spec=SPEC, start=1, stop=3, offset=8, nbytes=16)]
-DRAFTED = [replace(BUCKET[0], spec=replace(SPEC, mtp=True))]
 GROUP = GroupSpec(name="g", address="10.0.0.1", port=1, world_size=3, backend="gloo", timeout_s=5.0)
 ROUNDS = [
     (
@@ -199,6 +197,7 @@ ROUNDS = [
     )
     for rank in range(2)
 ]
+LOADS = [[[Placed(message, 512) for message in messages], []] for messages in ROUNDS]
 PLAIN = [{"target": [[(2, rank, (rank,), [("w", "float32", ((rank, rank + 1), (0, 2)))], 8)]]} for rank in range(2)]
 
 
@@ -245,8 +244,16 @@ PLAIN = [{"target": [[(2, rank, (rank,), [("w", "float32", ((rank, rank + 1), (0
                 },
             )
             for act, said, selector in (
-                (lambda c: c.load_shared_bucket("s", BUCKET), [bucket_payload("s", BUCKET)] * 2, "target"),
-                (lambda c: c.load_shared_bucket("s", DRAFTED), [bucket_payload("s", DRAFTED)] * 2, "draft"),
+                (
+                    lambda c: c.map_memory({3: ("s", "t")}, LOADS),
+                    [map_payload(plain_loads(each), {3: ["s", "t"]}) for each in LOADS],
+                    "target",
+                ),
+                (
+                    lambda c: c.load_round(EngineModel.draft, 7, 2),
+                    [load_payload(EngineModel.draft, 7, 2)] * 2,
+                    "draft",
+                ),
                 (
                     lambda c: c.join_group(GROUP, [{EngineModel.target: [each]} for each in ROUNDS], None),
                     [join_payload(GROUP, each, None) for each in PLAIN],

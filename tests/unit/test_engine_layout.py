@@ -1,30 +1,20 @@
 """Engine parameters fused and sharded here by hand, taken apart by the table."""
 
-import base64
-import pickle
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_ranks import OnlyRank
 
-from slimrl.data.model_weights import TensorPart, TensorSpec, num_rows
-from slimrl.engines.plugin import bucket_loader
-from slimrl.engines.plugin.bucket_loader import (
-    around_end_update,
-    around_update,
-    bucket_payload,
-    copy_rows,
-    load_rows,
-    update,
-)
+from slimrl.data.boxes import pieces, slices_of
+from slimrl.data.peer_messages import Entry
+from slimrl.engines.plugin.kept_tensors import kept_regions
+from slimrl.engines.plugin.peer_receiver import place
 from slimrl.engines.plugin.weight_fingerprints import fingerprints, rank_hashes
 from slimrl.models.engine_layout import engine_slices
 from slimrl.models.engine_slice import EngineShape
 from slimrl.models.fingerprint import fingerprint
-from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, FileBuffer
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, EXPERTS, VOCAB = 4, 2, 3, 8, 8, 4, 10
 
@@ -257,21 +247,21 @@ def test_so_do_those_of_the_scales_of_qwen3_5_in_block_fp8(world):
 
 
 def load_in_rows(monkeypatch, parameters, tensors, rank, world, groups, model=NEXT):
-    """Two rows of each tensor at a time, into the parameters of one rank."""
+    """What one rank keeps of each tensor, at most two rows at a time, into its parameters."""
     group = SimpleNamespace(rank_in_group=rank, world_size=world)
     parallel = SimpleNamespace(tp_group=group, moe_ep_size=1, attn_dp_size=groups)
     context = SimpleNamespace(get_parallel=lambda: parallel)
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     config = SimpleNamespace(**{**vars(model), "vocab_size": 16})
     model = SimpleNamespace(config=config, named_parameters=parameters.items)
-    for name, tensor in tensors.items():
-        if tensor.ndim == 1:
-            continue
-        spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype="bfloat16")
-        for start in range(0, len(tensor), 2):
-            rows = tensor[start : start + 2]
-            part = TensorPart(spec=spec, start=start, stop=start + len(rows), offset=0, nbytes=rows.nbytes)
-            load_rows(model, [(part, rows)])
+    regions = kept_regions(model)
+    for name, kept in regions.items():
+        whole = tensors[name]
+        for region in kept if whole.ndim > 1 else ():
+            for box in pieces(region.box, 2):
+                rows = whole[slices_of(box, tuple((0, size) for size in whole.shape))].contiguous()
+                entry = Entry(name, str(whole.dtype).removeprefix("torch."), box)
+                place([entry], rows.view(torch.uint8).flatten(), regions)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -461,119 +451,3 @@ def test_a_fusion_of_another_size_is_refused():
     piece = engine_slices("model.layers.0.self_attn.qkv_proj.weight", shape)[0]
     with pytest.raises(ValueError, match="do not divide"):
         piece.of(torch.zeros(9, 4))
-
-
-class FakeModel:
-    config = SimpleNamespace(model_type="qwen3_moe")
-
-    def __init__(self):
-        self.loaded = {}
-
-    def load_weights(self, tensors):
-        self.loaded = {name: tensor.clone() for name, tensor in tensors}
-
-
-class FakeUpdater:
-    def __init__(self):
-        self.model, self.post_loads = FakeModel(), []
-
-    def get_model(self):
-        return self.model
-
-    def end_weight_update(self, *, run_post_load):
-        self.post_loads.append(run_post_load)
-
-
-def bucket_of(tensors):
-    """(parts, bytes), aligned to 16."""
-    parts, chunks, end = [], [], 0
-    for name, tensor in tensors.items():
-        start = -(-end // 16) * 16
-        chunks += [b"\xff" * (start - end), tensor.contiguous().view(torch.uint8).numpy().tobytes()]
-        spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-        parts.append(TensorPart(spec=spec, start=0, stop=num_rows(spec), offset=start, nbytes=tensor.nbytes))
-        end = start + tensor.nbytes
-    return parts, b"".join(chunks)
-
-
-MIXED = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.bfloat16), "c": torch.randn(1)}
-
-
-@pytest.fixture
-def shared():
-    """A function that puts bytes into shared memory and returns its segment."""
-    buffers = []
-
-    def put(content):
-        buffers.append(FileBuffer(len(content), "bucket"))
-        buffers[-1].tensor.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        return buffers[-1].segment()
-
-    yield put
-    for buffer in buffers:
-        buffer.close()
-
-
-def test_a_bucket_in_shared_memory_is_loaded_as_it_was_written(shared):
-    bucket, content = bucket_of(MIXED)
-    segment = shared(content)
-    updater = FakeUpdater()
-    value = pickle.loads(base64.b64decode(bucket_payload(segment, bucket)))
-    assert update(updater.model, value, OnlyRank()) == (True, "Success")
-    assert updater.model.loaded.keys() == MIXED.keys()
-    assert all(torch.equal(updater.model.loaded[name], MIXED[name]) for name in MIXED)
-    assert (SHARED_MEMORY_DIR / segment).read_bytes() == content
-    around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
-    assert list(updater.model.slimrl_mapped_segments) == [segment]
-    around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
-    assert updater.model.slimrl_mapped_segments == {}
-
-
-def test_after_rows_of_a_tensor_the_model_derives_anew_what_it_computes_with(shared, monkeypatch):
-    """SGLang does so itself only in the loading of whole tensors."""
-    loaded = []
-    monkeypatch.setattr(bucket_loader, "load_rows", lambda model, parts: loaded.extend(parts))
-    whole, content = bucket_of({"a": torch.randn(6, 5)})
-    (part,) = whole
-    rows = [replace(part, start=2, stop=4, nbytes=40)]
-    segment = shared(content)
-    updater = FakeUpdater()
-    for bucket in (rows, whole):
-        value = pickle.loads(base64.b64decode(bucket_payload(segment, bucket)))
-        assert update(updater.model, value, OnlyRank()) == (True, "Success")
-        around_end_update(FakeUpdater.end_weight_update, updater, run_post_load=False)
-    assert [(part.spec.name, part.start, rows.shape) for part, rows in loaded] == [("a", 2, (2, 5))]
-    assert updater.post_loads == [True, False]
-
-
-def test_a_segment_that_is_gone_is_told_and_the_engine_lives():
-    bucket, _ = bucket_of(MIXED)
-    value = pickle.loads(base64.b64decode(bucket_payload("slimrl-gone-1-1", bucket)))
-    success, message = update(FakeModel(), value, OnlyRank())
-    assert not success
-    assert message.startswith("rank 0: FileNotFoundError")
-
-
-def test_a_segment_that_is_no_buffer_is_told_and_the_engine_lives():
-    bucket, _ = bucket_of(MIXED)
-    for segment in ("../../etc/hostname", "cuda-ipc:gAR9lC4="):
-        value = pickle.loads(base64.b64decode(bucket_payload(segment, bucket)))
-        success, message = update(FakeModel(), value, OnlyRank())
-        assert not success
-        assert message.startswith("rank 0: ValueError")
-
-
-def test_payloads_of_others_go_to_the_original():
-    assert around_update(lambda updater, value: (True, "original"), FakeUpdater(), {"metadata": []})[1] == "original"
-
-
-@pytest.mark.parametrize("shard_dim", [None, 0, 1])
-def test_rows_of_a_split_tensor_fill_every_shard_whatever_the_cuts(shard_dim):
-    whole = torch.randn(10, 6)
-    padded = torch.cat([whole, torch.zeros(2, 6)]) if shard_dim == 0 else whole
-    expected = [padded] if shard_dim is None else list(padded.chunk(3, shard_dim))
-    shards = [torch.zeros_like(shard) for shard in expected]
-    for start, stop in ((0, 3), (3, 9), (9, 10)):
-        for index, shard in enumerate(shards):
-            copy_rows(shard, whole[start:stop], start, shard_dim, index)
-    assert all(torch.equal(*pair) for pair in zip(shards, expected, strict=True))

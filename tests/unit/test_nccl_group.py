@@ -16,7 +16,7 @@ from peer_world import Parameter, PeerEngine, World, all_at_once
 
 from slimrl import device
 from slimrl.data.model_weights import GroupSpec, TensorSpec
-from slimrl.engines.plugin.bucket_loader import update
+from slimrl.engines.plugin.weight_updates import update
 from slimrl.resync.p2p import peer_group
 from slimrl.resync.p2p.peer_group import GroupError, Move, PeerGroup
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from resync_engines import Source, config, session, weights
+from resync_engines import MemoryTransport, Source, config, session, weights
 
 from slimrl import device
 from slimrl.config.schema.resync import TransportName
@@ -82,7 +82,7 @@ def test_a_gpu_without_room_is_reported_as_a_full_shared_memory_is(monkeypatch):
     def empty(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    resync = session(Source(weights()), [], config(), run_id=RUN_ID)
+    resync = session(Source(weights()), [], config(), run_id=RUN_ID, transport=MemoryTransport())
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(pipeline, "shared_buffer", lambda nbytes, name, where: CudaBuffer(nbytes, where))
     with pytest.raises(ResyncError, match=r"rank 0: 2 buckets of .* bytes: .*CUDA out of memory"):

@@ -18,8 +18,8 @@ from slimrl import device
 from slimrl.data.boxes import elements
 from slimrl.data.model_weights import EngineModel, GroupSpec, TensorSpec
 from slimrl.engines.plugin import kept_tensors
-from slimrl.engines.plugin.bucket_loader import join_payload, leave_group, receive_payload, update
 from slimrl.engines.plugin.peer_receiver import FEED_FRACTION, WAIT_FRACTION, parse_rounds, plain_rounds
+from slimrl.engines.plugin.weight_updates import join_payload, leave_group, receive_payload, update
 from slimrl.resync.p2p.engine_plan import EnginePlans
 from slimrl.resync.p2p.peer_group import GroupError, Move, PeerGroup, serve_store
 
@@ -216,7 +216,7 @@ def test_all_ranks_are_told_what_one_of_them_cannot_do_and_which_bytes_came_to_e
     assert told == [(True, str(kept_bytes(engine)[0]))] * RANKS
     assert engine.wrong(random_truth()) == []
     # A model that has shards copied into it derives what it computes from them afterwards.
-    assert all(model.slimrl_split_tensors for model in models)
+    assert all(model.slimrl_placed_weights for model in models)
 
     told = tell([receive_payload("another", EngineModel.target, 6)] * RANKS)
     assert told == [(False, "; ".join(f"rank {rank}: GroupError: not in group another" for rank in range(4)))] * RANKS

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from resync_engines import Engine, Source, config, session, weights
+from resync_engines import Engine, MemoryTransport, Source, config, session, weights
 
 from slimrl import device
 from slimrl.config.schema.resync import TransportName
@@ -12,7 +12,6 @@ from slimrl.data.engine import EngineError
 from slimrl.resync import engine_calls
 from slimrl.resync.engine_calls import EnginesFailed
 from slimrl.resync.session import ResyncError
-from slimrl.resync.transports.ipc import IpcTransport
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
 
@@ -71,7 +70,7 @@ def test_an_engine_that_dies_is_named_before_what_others_say_of_it():
 
 def test_an_engine_that_fails_twice_is_out_and_the_others_get_the_version():
     class Refusing(Engine):
-        def load_shared_bucket(self, segment, bucket):
+        def load_round(self, model, version, number):
             self._note("load")
             raise EngineError(f"{self.name}: load: refused")
 
@@ -96,7 +95,7 @@ def test_an_engine_that_died_is_out_at_once():
     class Dying(Engine):
         dead = False
 
-        def load_shared_bucket(self, segment, bucket):
+        def load_round(self, model, version, number):
             self.dead = True
             raise EngineError(f"{self.name}: load: connection refused")
 
@@ -115,12 +114,12 @@ def test_an_engine_that_died_is_out_at_once():
 
 def test_with_no_engine_left_the_error_names_version_bucket_tensor_and_engine_and_nothing_resumes():
     class Refusing(Engine):
-        def load_shared_bucket(self, segment, bucket):
+        def load_round(self, model, version, number):
             raise EngineError(f"{self.name}: load: refused")
 
     engine = Refusing("engine 0")
     resync = session(Source(weights()), [engine], config())
-    with pytest.raises(ResyncError, match=r"version 7 failed at bucket 1 of \d \(w0\): engine 0: load: refused"):
+    with pytest.raises(ResyncError, match=r"version 7 failed at round 1 of \d+: engine 0: load: refused"):
         resync.run(7)
     assert "resume" not in engine.calls
     assert "version" not in engine.calls
@@ -154,12 +153,12 @@ def test_a_version_that_is_not_newer_is_refused():
 
 
 def test_a_full_disk_names_itself_and_engines_stay_paused():
-    class Full(IpcTransport):
-        def send(self, bucket, buffer):
+    class Full(MemoryTransport):
+        def send(self, parts, buffer):
             raise OSError(28, "No space left on device")
 
     engine = Engine("engine 0")
-    resync = session(Source(weights()), [engine], config(), transport=Full(5.0))
+    resync = session(Source(weights()), [engine], config(), transport=Full())
     with pytest.raises(ResyncError, match=r"version 1 failed at bucket 1 .*No space left"):
         resync.run(1)
     resync.close()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from resync_engines import Engine, config, session
+from resync_engines import Engine, MemoryTransport, config, session
 from thread_dist import ThreadDist
 
 from slimrl import device
@@ -14,6 +14,7 @@ from slimrl.data.engine import EngineError
 from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec
 from slimrl.quantization.fp8 import BlockFp8, quantize
 from slimrl.resync import exchange, pipeline, ranks
+from slimrl.resync.ipc import rank_rounds
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.resync.ranks import Ranks
 from slimrl.resync.report import ResyncError
@@ -71,8 +72,8 @@ def random_weights(seed=0):
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def engine_on(*nodes, kind=Engine):
-    engine = kind(f"engine on {nodes[0]}")
+def engine_on(*nodes, kind=Engine, keeps=None):
+    engine = kind(f"engine on {nodes[0]}", keeps=keeps or random_weights())
     engine.place = EnginePlace(name=engine.name, nodes=nodes)
     return engine
 
@@ -80,7 +81,7 @@ def engine_on(*nodes, kind=Engine):
 @pytest.fixture
 def threads(monkeypatch):
     threads = ThreadDist(len(NODES))
-    for module in (ranks, exchange):
+    for module in (ranks, exchange, rank_rounds):
         monkeypatch.setattr(module, "dist", threads)
     # So that all ranks of a node have some of the few bytes here.
     monkeypatch.setattr(exchange, "CUT_BYTES", 1)
@@ -122,7 +123,7 @@ def assert_loaded(engine, weights):
 )
 def test_engines_on_the_trainer_s_nodes_get_what_lies_on_all_of_its_ranks(threads, nodes, engine_nodes):
     engines = [engine_on(node) for node in engine_nodes]
-    results = resynced(threads, engines, config(bucket_bytes=100), ((1, 1), (5, 2)), nodes=nodes)
+    results = resynced(threads, engines, config(bucket_bytes=128), ((1, 1), (5, 2)), nodes=nodes)
     for engine in engines:
         assert_loaded(engine, random_weights(2))
         assert (engine.version, engine.calls.count("resume")) == (5, 2)
@@ -133,9 +134,16 @@ def test_engines_on_the_trainer_s_nodes_get_what_lies_on_all_of_its_ranks(thread
         assert report.bytes == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
+def quantised(block):
+    """The weights as engines keep them in block FP8."""
+    codes, scales = quantize(random_weights()["rows"], block)
+    return random_weights() | {"rows": codes, "rows_scale_inv": scales}
+
+
+@pytest.mark.parametrize("transport", [None, MemoryTransport])
 @pytest.mark.parametrize("block", [(4, 4), (2, 4)])
 @pytest.mark.parametrize("nodes", ["aabb", "aaaa"])
-def test_what_is_quantised_on_the_way_is_that_of_the_whole_matrices(threads, nodes, block):
+def test_what_is_quantised_on_the_way_is_that_of_the_whole_matrices(threads, nodes, block, transport):
     class Slow(Quantize):
         """The node's other ranks are done before."""
 
@@ -143,19 +151,18 @@ def test_what_is_quantised_on_the_way_is_that_of_the_whole_matrices(threads, nod
             time.sleep(0.05)
             super().apply(*given)
 
-    engines = [engine_on(node) for node in sorted(set(nodes))]
+    engines = [engine_on(node, keeps=quantised(block)) for node in sorted(set(nodes))]
     # Ranks have two rows each: tiles of two are quantised before they travel.
     transform = Slow(BlockFp8(block=block), ["rows"])
-    results = resynced(threads, engines, config(bucket_bytes=200), nodes=nodes, transform=lambda _: transform)
+    settings = config(bucket_bytes=200)
+    options = {"transport": lambda _: transport()} if transport else {}
+    results = resynced(threads, engines, settings, nodes=nodes, transform=lambda _: transform, **options)
     assert results[0][0].mismatching == ()
-    codes, scales = quantize(random_weights()["rows"], block)
     for engine in engines:
-        assert torch.equal(engine.loaded["rows"].view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(engine.loaded["rows_scale_inv"], scales)
-        assert torch.equal(engine.loaded["columns"], random_weights()["columns"])
+        assert_loaded(engine, quantised(block))
 
 
-def test_what_was_gathered_wrongly_is_named_once_and_no_node_s_engines_resume(threads, monkeypatch):
+def test_what_was_gathered_wrongly_is_named_once_and_no_engine_resumes(threads, monkeypatch):
     original = Quantize.apply
 
     def spoils(self, bucket, gathered, *given):
@@ -167,7 +174,10 @@ def test_what_was_gathered_wrongly_is_named_once_and_no_node_s_engines_resume(th
     monkeypatch.setattr(Quantize, "apply", spoils)
     engines = [engine_on("a"), engine_on("b")]
     transform = Quantize(BlockFp8(block=(4, 4)), ["rows"])
-    results = resynced(threads, engines, config(bucket_bytes=1000), transform=lambda _: transform)
+    results = resynced(
+        threads, engines, config(bucket_bytes=1000), transform=lambda _: transform,
+        transport=lambda _: MemoryTransport(),
+    )  # fmt: skip
     # Engines have what was made of it, as the first sender hashed it.
     assert results[0][0].mismatching == ("gathering: rows",)
     assert not any("resume" in engine.calls for engine in engines)
@@ -179,15 +189,16 @@ def test_a_matrix_that_cannot_be_quantised_fails_the_version_on_every_rank_and_e
         spoilt["rows"][7, 3] = float("nan")
         return spoilt
 
-    engines = [engine_on("a"), engine_on("b")]
+    engines = [engine_on(node, keeps=quantised((4, 4))) for node in "ab"]
     transform = Quantize(BlockFp8(block=(4, 4)), ["rows"])
     results = resynced(threads, engines, config(bucket_bytes=1000), weights=weights, transform=lambda _: transform)
     for (error,) in results:
-        assert "resync of version 1 failed at bucket 1 of 1 (rows): rows: " in str(error)
-    assert [engine.calls for engine in engines] == [["pause", "begin"]] * 2
+        assert "resync of version 1 failed quantising: rows: " in str(error)
+    assert [engine.calls for engine in engines] == [["pause", "begin", "kept", "map"]] * 2
 
 
-def test_nodes_that_cannot_reach_each_other_keep_no_memory(threads, monkeypatch):
+@pytest.mark.parametrize("transport", [None, MemoryTransport])
+def test_nodes_that_cannot_reach_each_other_keep_no_memory(threads, monkeypatch, transport):
     all_ranks = threading.Barrier(len(NODES))
 
     def unreachable(*given):
@@ -195,7 +206,9 @@ def test_nodes_that_cannot_reach_each_other_keep_no_memory(threads, monkeypatch)
         raise ranks.RankError("no route")
 
     monkeypatch.setattr(pipeline, "Exchange", unreachable)
-    results = resynced(threads, [engine_on("a"), engine_on("b")], config())
+    monkeypatch.setattr(rank_rounds.RankRounds, "_connect", unreachable)
+    transport = {"transport": lambda _: MemoryTransport()} if transport else {}
+    results = resynced(threads, [engine_on("a"), engine_on("b")], config(), **transport)
     assert [str(error) for (error,) in results] == ["resync of version 1 failed: no route"] * 4
     assert list(SHARED_MEMORY_DIR.glob(f"slimrl-ranks-{os.getpid()}-*")) == []
 
@@ -224,7 +237,7 @@ def test_an_engine_that_refuses_a_bucket_on_one_node_has_all_start_again(threads
 
 def test_an_engine_of_another_node_that_is_taken_out_is_in_the_report_and_the_others_serve(threads):
     class Refusing(Engine):
-        def load_shared_bucket(self, segment, parts):
+        def load_round(self, model, version, number):
             raise EngineError(f"{self.name}: refused")
 
     engines = [engine_on("a"), engine_on("b", kind=Refusing)]

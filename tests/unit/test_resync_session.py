@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from resync_engines import Engine, Source, config, session, weights
+from resync_engines import Engine, MemoryTransport, Source, config, session, weights
 
 from slimrl import device
 from slimrl.config.schema.resync import PauseMode, VerifyMode
@@ -54,7 +54,18 @@ def test_an_engine_is_told_in_order_and_served_again_last():
     report = resync.run(1)
     resync.close()
     loads = ["load"] * report.buckets
-    assert engine.calls == ["pause", "begin", *loads, "end", "flush", "version", "fingerprints", "resume"]
+    assert engine.calls == [
+        "pause",
+        "begin",
+        "kept",
+        "map",
+        *loads,
+        "end",
+        "flush",
+        "version",
+        "fingerprints",
+        "resume",
+    ]
 
 
 def test_a_tensor_that_arrived_wrong_is_named_with_its_engine():
@@ -87,6 +98,7 @@ class DraftingEngine(Engine):
 
 def test_the_draft_model_answers_for_its_own_tensors():
     source, engine = SourceWithDraft(weights()), DraftingEngine("engine 0")
+    engine.drafts = ("w4", "w5")
     engine.fingerprints = lambda names: {name: fingerprint(engine.loaded[name]) for name in names[:-1]}
     resync = session(source, [engine], config(), run_id="drafts")
     try:
@@ -191,7 +203,8 @@ def test_what_was_gathered_wrongly_and_then_quantised_is_named_and_nobody_serves
     engine = Engine("engine 0")
     transform = Quantize(BlockFp8(block=(4, 4)), ["w0", "w2"])
     source = Source({"w0": torch.randn(8, 5), "w2": torch.randn(4, 4)})
-    resync = session(source, [engine], config(bucket_bytes=1000), transform=transform)
+    settings = config(bucket_bytes=1000)
+    resync = session(source, [engine], settings, transform=transform, transport=MemoryTransport())
     report = resync.run(1)
     resync.close()
     assert report.mismatching == ("gathering: w0", "gathering: w2")
@@ -202,10 +215,10 @@ def test_a_bucket_is_gathered_while_the_one_before_is_loaded():
     loading, overlapped = threading.Event(), []
 
     class Slow(Engine):
-        def load_shared_bucket(self, segment, parts):
+        def load_round(self, model, version, number):
             loading.set()
             time.sleep(0.05)
-            super().load_shared_bucket(segment, parts)
+            super().load_round(model, version, number)
             loading.clear()
 
     class Watched(Source):
@@ -379,9 +392,11 @@ def test_what_is_queued_on_the_device_is_done_before_ranks_agree_that_a_bucket_i
 
     monkeypatch.setattr(device, "finish_queued_work", queued.clear)
     monkeypatch.setattr(Ranks, "agree", agree)
-    transform = Watched(BlockFp8(block=(4, 4)), ["w2"]) if quantises else None
+    options = {}
+    if quantises:
+        options = {"transform": Watched(BlockFp8(block=(4, 4)), ["w2"]), "transport": MemoryTransport()}
     settings = config(verify=VerifyMode.off)
-    resync = session(Copied(weights()), [Engine("engine 0")], settings, transform=transform)
+    resync = session(Copied(weights()), [Engine("engine 0")], settings, **options)
     report = resync.run(1)
     resync.close()
     assert len(open_at_agreements) > 2 * report.buckets > 2

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
-from slimrl.engines.plugin import bucket_loader, hooks, norm_dtype, olmoe_norms, read_weights, version_loader
+from slimrl.engines.plugin import hooks, norm_dtype, olmoe_norms, read_weights, version_loader, weight_updates
 from slimrl.engines.plugin.cpu import batched_attention, mock, sgl_kernel_stub, torchvision_stub, triton_stub
 from slimrl.engines.plugin.cpu import install as install_stand_ins
 from slimrl.engines.plugin.cpu.attention_data_parallel import reduce_scatterv
@@ -206,64 +206,21 @@ def test_the_problems_of_all_ranks_are_told_once_each_with_the_host_of_several(
     assert (version_loader._of_all_ranks("a", "ranks"), version_loader._of_all_ranks("", "ranks")) == told
 
 
-@pytest.mark.parametrize(("asked", "split", "told"), [(False, False, False), (False, True, True), (True, False, True)])
-def test_the_end_of_an_update_lets_go_of_memory_that_it_did_not_use(asked: bool, split: bool, told: bool):
-    model = SimpleNamespace(slimrl_mapped_segments={"a": 1, "b": 2}, slimrl_used_segments={"b"})
-    if split:
-        model.slimrl_split_tensors = True
+@pytest.mark.parametrize(("asked", "placed", "told"), [(False, False, False), (False, True, True), (True, False, True)])
+def test_what_a_model_derives_from_its_weights_is_derived_again_after_they_were_placed(
+    asked: bool, placed: bool, told: bool
+):
+    model = SimpleNamespace()
+    if placed:
+        model.slimrl_placed_weights = True
     ended = []
     updater = SimpleNamespace(get_model=lambda: model)
-    bucket_loader.around_end_update(
+    weight_updates.around_end_update(
         lambda updater, *, run_post_load: ended.append(run_post_load), updater, run_post_load=asked
     )
     assert ended == [told]
-    # The next update begins with nothing used and nothing split.
-    assert vars(model) == {"slimrl_mapped_segments": {"b": 2}}
-    bucket_loader.around_end_update(lambda updater, *, run_post_load: None, updater, run_post_load=False)
-    assert vars(model) == {"slimrl_mapped_segments": {}}
-
-
-def part_of(name, shape, start, stop, **place):
-    """As a payload has it."""
-    spec = {"name": name, "shape": shape, "dtype": "float32", "fused_group": None}
-    return {"spec": spec, "start": start, "stop": stop, **place}
-
-
-def test_shared_memory_is_mapped_once_as_long_as_updates_use_it(monkeypatch: pytest.MonkeyPatch):
-    opened = []
-
-    def open_shared(segment):
-        opened.append(segment)
-        return torch.arange(16, dtype=torch.float32).view(torch.uint8)
-
-    monkeypatch.setattr("slimrl.resync.ipc.shared_buffer.open_shared", open_shared)
-    loaded, rows = [], []
-    model = SimpleNamespace(
-        config=SimpleNamespace(model_type="qwen3_moe"),
-        load_weights=lambda tensors: loaded.append([(name, t.tolist()) for name, t in tensors]),
-    )
-    monkeypatch.setattr("slimrl.engines.plugin.bucket_loader.load_rows", lambda model, parts: rows.extend(parts))
-    ranks = SimpleNamespace(rank=0, per_node=1, kept={}, exchange=lambda value: [value])
-    whole = part_of("a", (2, 2), 0, 2, offset=16, nbytes=16)
-    scalar = part_of("s", (), 0, 1, offset=4, nbytes=4)
-    part = part_of("b", (9, 2), 5, 7, offset=0, nbytes=16)
-    value = {"slimrl_segment": "seg", "parts": [whole, scalar, part]}
-    for _ in range(2):
-        assert bucket_loader.update(model, value, ranks) == (True, "Success")
-    assert opened == ["seg"]
-    assert loaded == [[("a", [[4.0, 5.0], [6.0, 7.0]]), ("s", 1.0)]] * 2
-    assert [(each.spec.name, each.start, tensor.tolist()) for each, tensor in rows] == [
-        ("b", 5, [[0.0, 1.0], [2.0, 3.0]])
-    ] * 2
-    assert model.slimrl_split_tensors is True
-    assert model.slimrl_used_segments == {"seg"}
-    loaded.clear()
-    bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [part]}, ranks)
-    assert loaded == []
-    failing = SimpleNamespace(rank=0, per_node=1, kept={}, exchange=lambda value: [value, ("", 0), ("full", 0)])
-    monkeypatch.setattr(model, "load_weights", lambda tensors: {}["a"])
-    success, message = bucket_loader.update(model, {"slimrl_segment": "seg", "parts": [whole]}, failing)
-    assert (success, message) == (False, "rank 0: KeyError: 'a'; rank 2: full")
+    # The next update begins with nothing placed.
+    assert vars(model) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -301,11 +258,12 @@ def test_olmoe_keeps_sglangs_norms_where_they_fit():
 
 def test_messages_of_others_are_left_to_sglang(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("slimrl.engines.plugin.engine_ranks.EngineRanks", lambda: "ranks")
-    monkeypatch.setattr(bucket_loader, "update", lambda model, value, ranks: (model, ranks))
+    monkeypatch.setattr(weight_updates, "update", lambda model, value, ranks: (model, ranks))
     updater = SimpleNamespace(get_model=lambda: "model")
-    for value in ({"slimrl_segment": "s"}, {"slimrl_join_group": {}}, {"slimrl_receive_version": "g"}):
-        assert bucket_loader.around_update(None, updater, value) == ("model", "ranks")
-    assert bucket_loader.around_update(lambda *given: given, updater, {"x": 1}) == (updater, {"x": 1})
+    for name in ("map_memory", "load_round", "join_group", "receive_version"):
+        value = {f"slimrl_{name}": 0}
+        assert weight_updates.around_update(None, updater, value) == ("model", "ranks")
+    assert weight_updates.around_update(lambda *given: given, updater, {"x": 1}) == (updater, {"x": 1})
 
 
 def test_every_request_of_a_batch_has_a_seed_its_own_or_a_drawn_one():

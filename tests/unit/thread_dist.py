@@ -91,6 +91,11 @@ class ThreadDist:
         sent = group.exchange(self._here.rank, pickle.dumps(values) if self._here.rank == src else None)
         values[:] = pickle.loads(sent[group.ranks.index(src)])
 
+    def scatter_object_list(self, received, values, src=0, group=None):
+        mine = self._here.rank == src
+        sent = group.exchange(self._here.rank, [pickle.dumps(value) for value in values] if mine else None)
+        received[0] = pickle.loads(sent[group.ranks.index(src)][group.ranks.index(self._here.rank)])
+
     def P2POp(self, function, tensor, peer, group=None):
         assert {self._here.rank, peer} <= set(group.ranks)
         return function, tensor, peer

@@ -1,6 +1,6 @@
 """What slimrl adds to an SGLang engine, by SGLang's own plugin mechanism (entry-point group sglang.srt.plugins).
 
-On every device: weights from a shared buffer (bucket_loader.py) or from a version in a folder (version_loader.py),
+On every device: weights from a shared buffer (weight_updates.py) or from a version in a folder (version_loader.py),
 fingerprints of the loaded weights (weight_fingerprints.py), the load of its schedulers, the version of a token that a
 pause in place leaves unread, sleep while paused, and one answer of several schedulers (scheduler.py), norms of gated
 delta nets in the engine's precision (norm_dtype.py), OLMoE's norms over the heads of all ranks (olmoe_norms.py),
@@ -87,7 +87,6 @@ def hooks() -> list[Hook]:
     import torch
 
     from slimrl.engines.plugin import (
-        bucket_loader,
         draft_weights,
         key_check,
         norm_dtype,
@@ -98,11 +97,12 @@ def hooks() -> list[Hook]:
         spans,
         version_loader,
         weight_fingerprints,
+        weight_updates,
     )
 
     common: list[Hook] = [
-        (f"{_UPDATER}._update_weights_from_flattened_bucket", "around", bucket_loader.around_update),
-        (f"{_UPDATER}.end_weight_update", "around", bucket_loader.around_end_update),
+        (f"{_UPDATER}._update_weights_from_flattened_bucket", "around", weight_updates.around_update),
+        (f"{_UPDATER}.end_weight_update", "around", weight_updates.around_end_update),
         (f"{_FROM_DISK}.update_weights_from_disk", "around", version_loader.around_update_from_disk),
         (f"{_CHECKER}.handle", "around", weight_fingerprints.around_handle),
         (f"{_STATE}.get_internal_state", "after", scheduler.after_get_internal_state),

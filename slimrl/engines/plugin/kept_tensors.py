@@ -26,7 +26,7 @@ def kept_regions(model: Any) -> dict[str, list[KeptRegion]]:
     """What this process keeps of each Hugging Face tensor, by name."""
     from sglang.srt.runtime_context import get_parallel
 
-    from slimrl.engines.plugin.bucket_loader import named_parameters
+    from slimrl.engines.plugin.weight_updates import named_parameters
     from slimrl.models.engine_layout import engine_slices
     from slimrl.models.engine_slice import EngineShape
 

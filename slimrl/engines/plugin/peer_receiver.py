@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from slimrl import device
 from slimrl.data.boxes import contains, slices_of
 from slimrl.data.model_weights import GroupSpec
-from slimrl.data.peer_messages import Entry, Message, Round
+from slimrl.data.peer_messages import Entry, Message, Placed, Round, views
 from slimrl.engines.plugin.engine_ranks import EngineRanks
 from slimrl.engines.plugin.kept_tensors import KeptRegion
 from slimrl.resync.p2p.peer_group import GroupError, Move, PeerGroup, Pending
@@ -40,13 +40,6 @@ FEED_FRACTION = 0.4
 """Part of the trainer's deadline after which an engine that does not take what it is fed is left to the trainer."""
 ALIGNMENT = 512
 """Bytes: messages begin at multiples of this in a buffer, since NCCL is slow with memory that is not aligned."""
-
-
-class Placed(NamedTuple):
-    """A message in a rank's buffer."""
-
-    message: Message
-    offset: int
 
 
 def placed(messages: Round) -> list[Placed]:
@@ -157,7 +150,7 @@ class PeerReceiver:
             self._pass_on(group, number, layout, buffer, deadline)
             with torch.no_grad():
                 for message, offset in layout:
-                    place(message, buffer[offset : offset + message.nbytes], regions)
+                    place(message.entries, buffer[offset:], regions)
             # The buffer is filled again in the round after the next.
             device.finish_queued_work()
             pending = following
@@ -280,13 +273,16 @@ class Feed:
         self.close()
 
 
-def place(message: Message, data: Tensor, regions: dict[str, list[KeptRegion]]) -> None:
+def place(entries: Sequence[Entry], data: Tensor, regions: dict[str, list[KeptRegion]]) -> None:
     """Copy the regions of a message to their places.
 
     Args:
-        data: uint8 [nbytes of the message].
+        data: uint8, the message's bytes; others may follow.
+
+    Raises:
+        ValueError: this rank does not keep a region.
     """
-    for (name, _, box), values in message.views(data):
+    for (name, _, box), values in views(entries, data):
         places = [region for region in regions.get(name, ()) if contains(region.box, box)]
         if not places:
             raise ValueError(f"this rank does not keep {list(box)} of {name}")

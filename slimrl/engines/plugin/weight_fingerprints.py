@@ -57,7 +57,7 @@ def engine_fingerprints(model: Any, names: list[str] | None) -> dict[str, str]:
     import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from slimrl.engines.plugin.bucket_loader import named_parameters
+    from slimrl.engines.plugin.weight_updates import named_parameters
     from slimrl.models.engine_slice import EngineShape
 
     parallel = get_parallel()

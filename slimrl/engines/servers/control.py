@@ -1,6 +1,6 @@
 """Control of one engine during a weight update: SGLang's HTTP routes, each call with a deadline.
 
-An update is: pause, begin, any number of buckets, end, flush, version, resume. SGLang refuses tensor updates outside of
+An update is: pause, begin, any number of rounds, end, flush, version, resume. SGLang refuses tensor updates outside of
 begin and end. Without the flush the next request would attend to keys of the old weights.
 """
 
@@ -14,12 +14,13 @@ import httpx
 from slimrl.config.schema.resync import PauseMode
 from slimrl.data.boxes import Box
 from slimrl.data.engine import EngineError
-from slimrl.data.model_weights import EngineModel, EnginePlace, GroupSpec, TensorPart
-from slimrl.data.peer_messages import Round
+from slimrl.data.model_weights import EngineModel, EnginePlace, GroupSpec
+from slimrl.data.peer_messages import Placed, Round
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.plugin import kept_tensors, scheduler, version_loader, weight_fingerprints
-from slimrl.engines.plugin.bucket_loader import bucket_payload, join_payload, receive_payload
 from slimrl.engines.plugin.peer_receiver import plain_rounds
+from slimrl.engines.plugin.shared_rounds import plain_loads
+from slimrl.engines.plugin.weight_updates import join_payload, load_payload, map_payload, receive_payload
 
 
 class EngineMemory(str, Enum):
@@ -78,9 +79,11 @@ class SglangControl:
             self._call("end_weight_update")
             self._call("begin_weight_update", selector=self._updated)
 
-    def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
-        model = EngineModel.draft if parts[0].spec.mtp else EngineModel.target
-        self._update([bucket_payload(segment, parts)] * self.place.num_ranks, model)
+    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Sequence[Sequence[Placed]]]) -> None:
+        self._update([map_payload(plain_loads(each), segments) for each in rounds])
+
+    def load_round(self, model: EngineModel, version: int, number: int) -> None:
+        self._update([load_payload(model, version, number)] * self.place.num_ranks, model)
 
     def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:
         answer = self._checker(kept_tensors.KEPT, None, model)

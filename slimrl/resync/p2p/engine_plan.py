@@ -73,7 +73,7 @@ class EnginePlans:
     Args:
         engines: what each rank of each engine keeps, by the model that keeps it. Engines that keep the same have the
             same object.
-        num_ranks: of the trainer.
+        num_ranks: of the trainer; None: it feeds all engines, however many ranks they have.
         bucket_bytes: most bytes that a rank holds beside its weights.
 
     Raises:
@@ -85,12 +85,12 @@ class EnginePlans:
         tensors: Sequence[SentTensor],
         engines: Sequence[Mapping[EngineModel, Sequence[Kept]]],
         *,
-        num_ranks: int,
+        num_ranks: int | None,
         bucket_bytes: int,
     ) -> None:
         self._specs = [tensor.spec for tensor in tensors]
         self._engines = engines
-        self.feeders = chains(engines, num_ranks)
+        self.feeders = [None] * len(engines) if num_ranks is None else chains(engines, num_ranks)
         """Index of the engine that feeds each one, which comes before it; None for those that the trainer feeds"""
         self._heads = [index for index, feeder in enumerate(self.feeders) if feeder is None]
         alike = {id(engines[index]): engines[index] for index in self._heads}

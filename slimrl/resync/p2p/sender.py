@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slimrl import device
 from slimrl.data.model_weights import EngineModel, GroupSpec
-from slimrl.data.peer_messages import Message
+from slimrl.data.peer_messages import Message, views
 from slimrl.resync.p2p.engine_plan import SLOTS, EnginePlan
 from slimrl.resync.p2p.peer_group import GroupError, Move, PeerGroup, Pending
 from slimrl.resync.p2p.sent_values import SentValues
@@ -122,7 +122,7 @@ class EngineSender:
         with torch.no_grad():
             for message in messages:
                 data = slot[offset : offset + message.nbytes]
-                for (name, _, box), target in message.views(data):
+                for (name, _, box), target in views(message.entries, data):
                     values.write(name, box, target)
                 moves.append(Move(message.target, data, sends=True))
                 offset += _aligned(message)

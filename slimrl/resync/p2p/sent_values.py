@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from slimrl import device
-from slimrl.data.boxes import Box, box_of, contains, slices_of
-from slimrl.data.model_weights import SourcePiece, TensorSpec, WeightSource, piece_of
+from slimrl.data.boxes import Box, box_of, contains, elements, slices_of
+from slimrl.data.model_weights import Place, SourcePiece, TensorSpec, WeightSource, piece_of
 from slimrl.quantization.fp8 import NOT_FINITE, dequantize, quantize_with, scales_of, tile_absmax
-from slimrl.resync.p2p.demand import SentTensor
+from slimrl.resync.buckets import rows_of
+from slimrl.resync.expected_fingerprints import ExpectedFingerprints
+from slimrl.resync.p2p.demand import SentTensor, tiles_of
 from slimrl.resync.pipeline import copy_rows
 from slimrl.resync.ranks import Ranks
 from slimrl.resync.transform import Quantize
@@ -34,7 +36,7 @@ class SentValues:
         self, source: WeightSource, tensors: Sequence[SentTensor], transform: Quantize | None, ranks: Ranks
     ) -> None:
         self._source, self._transform, self._ranks = source, transform, ranks
-        layout = source.layout()
+        self._layout = layout = source.layout()
         self._by_name = {tensor.spec.name: tensor for tensor in tensors}
         self._pieces = {
             spec.name: [piece for piece in pieces if ranks.rank in piece.holders] for spec, pieces in layout.items()
@@ -43,14 +45,18 @@ class SentValues:
         self._quantized = [spec for spec in quantized if self._pieces[spec.name]]
         self._shared = [spec for spec in quantized if self._shares_tiles(layout[spec])]
         self._scales: dict[tuple[str, Box], Tensor] = {}
+        self._last: tuple[str, Tensor] | None = None
+        """What the source gave last: neighbouring regions are of one tensor, and adapters are merged for each call."""
 
     def settle(self) -> None:
-        """Settle the scales of a version, from the weights as they are now. All ranks call it together.
+        """Settle the scales of a version, from the weights as they are now. All ranks call it together, before each
+        version.
 
         Raises:
             ValueError: a quantised matrix holds NaN or infinity.
             RankError: another rank died or is late.
         """
+        self._last = None
         if self._transform is None:
             return
         largest: dict[tuple[str, Box], Tensor] = {}
@@ -80,9 +86,33 @@ class SentValues:
         else:
             self._write_quantized(origin, box, target)
 
+    def record(self, expected: ExpectedFingerprints) -> None:
+        """Hash what quantisation makes of the pieces; the holders of a tensor's pieces take turns. Called at the end of
+        a version."""
+        for spec in expected.changed if self._transform else ():
+            for number, piece in enumerate(self._layout[spec]):
+                if piece.holders[number % len(piece.holders)] == self._ranks.rank:
+                    self._record_piece(self._transform, expected, spec, piece)
+        # A view would keep memory that the trainer releases.
+        self._last = None
+
+    def _record_piece(
+        self, transform: Quantize, expected: ExpectedFingerprints, spec: TensorSpec, piece: SourcePiece
+    ) -> None:
+        value, box = self._value(spec, piece), box_of(piece.region)
+        results: list[tuple[Place, Tensor]] = []
+        for number, out in enumerate(transform.sent_specs(spec)):
+            part = tiles_of(box, transform.block) if number else box
+            if elements(part):
+                shape = [stop - start for start, stop in part]
+                made = torch.empty(shape, dtype=getattr(torch, out.dtype), device=value.device)
+                self.write(out.name, part, made)
+                results.append(((rows_of(out), tuple(slice(*edge) for edge in part)), made))
+        expected.record((rows_of(spec), piece.region), value, results)
+
     def _write_plain(self, spec: TensorSpec, box: Box, target: Tensor) -> None:
         piece = self._piece_with(spec.name, box)
-        groups = self._source.groups(spec.name)
+        groups = self._groups(spec.name)
         start = piece.first_row + (box[0][0] - piece.region[0].start if box else 0)
         columns = slices_of(box[1:], box_of(piece.region[1:]))
         copy_rows(target if target.ndim else target[None], groups[:, :, *columns], start)
@@ -119,7 +149,14 @@ class SentValues:
 
     def _value(self, spec: TensorSpec, piece: SourcePiece) -> Tensor:
         """A piece in the dtype that is quantised."""
-        return piece_of(self._source.groups(spec.name), piece).to(getattr(torch, spec.dtype))
+        return piece_of(self._groups(spec.name), piece).to(getattr(torch, spec.dtype))
+
+    def _groups(self, name: str) -> Tensor:
+        last = self._last
+        if last is None or last[0] != name:
+            # Senders to several engines are threads; each of them uses its own.
+            self._last = last = (name, self._source.groups(name))
+        return last[1]
 
     def _offset(self, box: Box) -> tuple[int, int]:
         assert self._transform is not None

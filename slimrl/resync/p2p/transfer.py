@@ -13,46 +13,35 @@ Then for each version, after the pause:
 5. All ranks learn which engines failed. Those that live get the version again, the others have it already.
 """
 
-import hashlib
-import json
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import torch
-from torch import Tensor
-
 from slimrl import device
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema.resync import PauseMode
-from slimrl.data.boxes import box_of, elements
 from slimrl.data.engine import EngineError
 from slimrl.data.model_weights import (
     EngineControl,
-    EngineModel,
     GroupSpec,
-    Place,
-    SourcePiece,
-    TensorSpec,
     WeightSource,
-    piece_of,
 )
-from slimrl.resync.buckets import rows_of
 from slimrl.resync.engine_calls import EngineCalls, EnginesFailed, SendThread, fan_out
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
-from slimrl.resync.p2p.demand import Kept, sent_tensors, tiles_of
+from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.p2p.engine_plan import EnginePlan, EnginePlans
+from slimrl.resync.p2p.kept_reports import KeptReports
 from slimrl.resync.p2p.open_files import allow_connections
 from slimrl.resync.p2p.peer_group import GroupError, serve_store
 from slimrl.resync.p2p.sender import EngineSender
 from slimrl.resync.p2p.sent_values import SentValues
-from slimrl.resync.ranks import RankError, Ranks, StartAgain, sync_errors_across_ranks
+from slimrl.resync.ranks import Ranks, StartAgain, sync_errors_across_ranks
 from slimrl.resync.report import Clock
+from slimrl.resync.steps import named, together
 from slimrl.resync.transfer import Progress, SyncErrors, Transfer
 from slimrl.resync.transform import Quantize
 
@@ -92,11 +81,7 @@ class PeerTransfer(Transfer):
         self._tensors = sent_tensors(self._layout, transform)
         self._values = SentValues(source, self._tensors, transform, ranks)
         self._engines = list(engines)
-        self._kept: dict[str, str] = {}
-        """Digest of what each engine keeps, on rank 0"""
-        self._news: dict[str, Mapping[EngineModel, Sequence[Kept]]] = {}
-        """What an engine has said, by digest, and only rank 0 knows so far"""
-        self._reports: dict[str, Mapping[EngineModel, Sequence[Kept]]] = {}
+        self._reports = KeptReports(self._tensors, ranks)
         self._planned: list[tuple[str, str]] | None = None
         self._plans: EnginePlans | None = None
         self._own: dict[str, EnginePlan] = {}
@@ -107,15 +92,12 @@ class PeerTransfer(Transfer):
         self._sent: Counter[str] = Counter()
 
     def use(self, engines: Sequence[EngineControl]) -> None:
-        before = {engine.name: engine for engine in self._engines}
-        self._engines = list(engines)
-        for engine in self._engines:
-            if before.get(engine.name) is not engine:
-                self._kept.pop(engine.name, None)
-                self._leave(engine.name)
-        for name in before.keys() - {engine.name for engine in self._engines}:
-            self._kept.pop(name, None)
+        stayed = {engine.name for engine in engines if engine in self._engines}
+        changed = {engine.name for engine in [*self._engines, *engines]} - stayed
+        self._reports.forget(changed)
+        for name in changed:
             self._leave(name)
+        self._engines = list(engines)
 
     def mine(self) -> list[EngineControl]:
         return self._engines if self._ranks.rank == 0 else []
@@ -159,25 +141,25 @@ class PeerTransfer(Transfer):
         while True:
             try:
                 with clock("pause"):
-                    self._together(sync_errors, "before the first message", partial(self._prepare, calls, loaded))
+                    together(sync_errors, "before the first message", partial(self._prepare, calls, loaded))
                     # Apart, since the other ranks wait no longer than two calls may take.
-                    self._together(sync_errors, "before the first message", partial(self._ask, calls, loaded))
+                    together(sync_errors, "before the first message", partial(self._ask, calls, loaded))
                     names = self._ranks.from_first([e.name for e in calls.engines if e.name not in loaded])
                     if names:
                         self._connect(sync_errors, calls, names)
                 if names:
                     with clock("transform"):
-                        self._together(sync_errors, "quantising", self._values.settle)
-                    with clock("send"), _named("while it was sent"):
+                        together(sync_errors, "quantising", self._values.settle)
+                    with clock("send"), named("while it was sent"):
                         failures, error = self._send(version, calls, names)
                     loaded |= set(names) - failures.keys()
                     if on_progress is not None:
                         on_progress(len(loaded), len(self._engines))
                     sync_errors("while it was sent", error)
                 with clock("activate"):
-                    self._together(sync_errors, "after the last message", partial(_end, calls, ended))
+                    together(sync_errors, "after the last message", partial(_end, calls, ended))
                 with clock("hash"):
-                    self._record(expected)
+                    self._values.record(expected)
                 return
             except StartAgain:
                 continue
@@ -187,16 +169,6 @@ class PeerTransfer(Transfer):
             self._leave(name)
         self._store = None
 
-    def _together(self, sync_errors: SyncErrors, place: str, action: Callable[[], None]) -> None:
-        """Run an action; all ranks learn how it ended on each."""
-        error: Exception | None = None
-        with _named(place):
-            try:
-                action()
-            except (EngineError, OSError, ValueError) as raised:
-                error = raised
-            sync_errors(place, error)
-
     def _prepare(self, calls: EngineCalls, loaded: Collection[str]) -> None:
         """Pause the engines and open an update of those that have not loaded the version."""
         calls.each("pause", lambda engine: engine.pause(self._pause))
@@ -205,44 +177,29 @@ class PeerTransfer(Transfer):
 
     def _ask(self, calls: EngineCalls, loaded: Collection[str]) -> None:
         """Ask the engines that are new what they keep."""
-        models = [EngineModel.target]
-        if any(tensor.spec.mtp for tensor in self._tensors):
-            models.append(EngineModel.draft)
-        new = {e.name: e for e in calls.engines if e.name not in loaded and e.name not in self._kept}
-
-        def ask(engine: EngineControl) -> dict[EngineModel, Sequence[Kept]]:
-            return {model: engine.kept(model) for model in models}
-
-        answers = fan_out({name: partial(ask, e) for name, e in new.items()}, "kept", self._timeout_s)
-        for name, kept in answers.items():
-            digest = self._kept[name] = _digest(kept)
-            if digest not in self._reports:
-                self._news[digest] = kept
+        self._reports.ask([engine for engine in calls.engines if engine.name not in loaded], self._timeout_s)
 
     def _connect(self, sync_errors: SyncErrors, calls: EngineCalls, names: Sequence[str]) -> None:
         """Plan what these engines get and form the groups that are missing."""
-        self._together(sync_errors, "planning what each rank sends", partial(self._plan, names))
+        together(sync_errors, "planning what each rank sends", partial(self._plan, names))
         self._leave_broken_chains(names)
-        self._together(sync_errors, "before the first message", partial(self._join, calls, names))
+        together(sync_errors, "before the first message", partial(self._join, calls, names))
         self._share_groups(names)
 
     def _plan(self, names: Sequence[str]) -> None:
         """Make the plan anew if these are other engines than before. All ranks have the same."""
-        known = {name: self._kept[name] for name in names if name in self._kept}
-        digests: dict[str, str] = self._ranks.from_first(known)
-        self._reports |= self._ranks.from_first(self._news)
-        self._news = {}
+        digests = self._reports.share()
         # Also their order counts: a plan names an engine by its index.
-        planned = list(digests.items())
+        planned = [(name, digests[name]) for name in names]
         if planned == self._planned:
             return
         for name in list(self._groups):
             self._leave(name)
         self._planned, self._own = None, {}
-        engines = [self._reports[digest] for digest in digests.values()]
+        engines = [self._reports.of(digest) for _, digest in planned]
         self._plans = EnginePlans(self._tensors, engines, num_ranks=self._ranks.size, bucket_bytes=self._bucket_bytes)
         # Only rank 0 needs the messages of others, once, to give them to the engine.
-        self._own = {name: self._plans.of(index).sent_by(self._ranks.rank) for index, name in enumerate(digests)}
+        self._own = {name: self._plans.of(index).sent_by(self._ranks.rank) for index, name in enumerate(names)}
         allow_connections(sum(plan.world_size for plan in self._own.values() if plan.is_sent_by(self._ranks.rank)))
         self._planned = planned
 
@@ -354,38 +311,6 @@ class PeerTransfer(Transfer):
         if (sender := self._senders.pop(name, None)) is not None:
             sender.close()
 
-    def _record(self, expected: ExpectedFingerprints) -> None:
-        """Hash what quantisation makes of the pieces; the holders of a tensor's pieces take turns."""
-        if self._transform is None:
-            return
-        for spec in expected.changed:
-            for number, piece in enumerate(self._layout[spec]):
-                if piece.holders[number % len(piece.holders)] == self._ranks.rank:
-                    self._record_piece(expected, spec, piece)
-
-    def _record_piece(self, expected: ExpectedFingerprints, spec: TensorSpec, piece: SourcePiece) -> None:
-        assert self._transform is not None
-        value = piece_of(self._source.groups(spec.name), piece).to(getattr(torch, spec.dtype))
-        box = box_of(piece.region)
-        results: list[tuple[Place, Tensor]] = []
-        for number, out in enumerate(self._transform.sent_specs(spec)):
-            part = tiles_of(box, self._transform.block) if number else box
-            if elements(part):
-                shape = [stop - start for start, stop in part]
-                made = torch.empty(shape, dtype=getattr(torch, out.dtype), device=value.device)
-                self._values.write(out.name, part, made)
-                results.append(((rows_of(out), tuple(slice(*edge) for edge in part)), made))
-        expected.record((rows_of(spec), piece.region), value, results)
-
-
-@contextmanager
-def _named(place: str) -> Iterator[None]:
-    """Say in a RankError where the ranks were."""
-    try:
-        yield
-    except RankError as error:
-        raise RankError(f"{place}: {error}") from error
-
 
 def _end(calls: EngineCalls, ended: set[str]) -> None:
     """End the update of the engines that have not ended it yet."""
@@ -396,8 +321,3 @@ def _end(calls: EngineCalls, ended: set[str]) -> None:
 
     due = {engine.name: partial(end, engine) for engine in calls.engines if engine.name not in ended}
     fan_out(due, "end_update", calls.timeout_s)
-
-
-def _digest(kept: Mapping[EngineModel, Sequence[Kept]]) -> str:
-    text = json.dumps({model.value: ranks for model, ranks in kept.items()}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

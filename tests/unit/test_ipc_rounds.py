@@ -1,0 +1,308 @@
+"""Versions through shared memory, from trainers on several nodes: each node gets once what its engines keep."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from resync_engines import Engine, config, session
+from resync_engines import Source as WholeSource
+from test_resync_ranks import Source, random_weights
+from thread_dist import ThreadDist
+
+from slimrl import device
+from slimrl.config.schema.resync import VerifyMode
+from slimrl.data.boxes import slices_of
+from slimrl.data.engine import EngineError
+from slimrl.data.model_weights import EngineModel, EnginePlace
+from slimrl.engines.plugin.kept_tensors import KeptRegion
+from slimrl.engines.plugin.peer_receiver import place
+from slimrl.resync import ranks
+from slimrl.resync.ipc import rank_rounds
+from slimrl.resync.ipc.receivers import engine_sets
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, open_shared
+from slimrl.resync.ranks import RankError, Ranks
+from slimrl.resync.report import ResyncError
+
+pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the engines here map host memory")
+
+SHARDED = {"rows": 0, "columns": 1, "halves": 1, "on last": 0}
+"""Dimension along which engines shard a tensor; each of their ranks keeps all of the others."""
+
+
+def cut(size: int, parts: int, index: int) -> tuple[int, int]:
+    return size * index // parts, size * (index + 1) // parts
+
+
+class ShardedEngine(Engine):
+    """An engine of several ranks, evenly on its nodes."""
+
+    def __init__(self, name: str, nodes: str, num_ranks: int) -> None:
+        super().__init__(name)
+        self.place = EnginePlace(name=name, nodes=tuple(nodes), num_ranks=num_ranks)
+        self.memory = [self._regions_of(rank) for rank in range(num_ranks)]
+
+    def _regions_of(self, rank):
+        regions = {}
+        for name, value in random_weights().items():
+            box = [(0, size) for size in value.shape]
+            if name in SHARDED:
+                box[SHARDED[name]] = cut(value.shape[SHARDED[name]], self.place.num_ranks, rank)
+            memory = torch.full([stop - start for start, stop in box], torch.nan)
+            if memory.numel():
+                regions[name] = [KeptRegion(tuple(box), memory)]
+        return regions
+
+    def kept(self, model):
+        return [{name: [region.box for region in each] for name, each in rank.items()} for rank in self.memory]
+
+    def map_memory(self, segments, rounds):
+        self._note("map")
+        assert len(rounds) == self.place.num_ranks
+        self._segments, self._loads = segments, rounds
+
+    def load_round(self, model, version, number):
+        self._note("load")
+        for regions, rounds in zip(self.memory, self._loads, strict=True):
+            for message, offset in rounds[number]:
+                slot = open_shared(self._segments[message.source][number % 2])
+                place(message.entries, slot[offset:], regions)
+
+    def wrong(self, weights) -> list[str]:
+        """Tensors of which a rank does not hold its part of the weights."""
+        return [
+            name
+            for rank in self.memory
+            for name, ((box, memory),) in rank.items()
+            if not torch.equal(memory, weights[name][slices_of(box, tuple((0, 0) for _ in box))])
+        ]
+
+    def kept_on(self, node: str) -> int:
+        """Bytes that its ranks on a node keep, counted once."""
+        per_node = self.place.num_ranks // len(self.place.nodes)
+        here = [rank for rank in range(self.place.num_ranks) if self.place.nodes[rank // per_node] == node]
+        regions = {(name, r.box): r.memory.nbytes for rank in here for name, (r,) in self.memory[rank].items()}
+        return sum(regions.values())
+
+
+class CountingDist(ThreadDist):
+    """Counts bytes of messages by their ends."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.sent = Counter()
+
+    def batch_isend_irecv(self, operations):
+        for function, tensor, peer in operations:
+            if function == self.isend:
+                self.sent[self.get_rank(), peer] += tensor.nbytes
+        return super().batch_isend_irecv(operations)
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    threads = CountingDist(4)
+    for module in (ranks, rank_rounds):
+        monkeypatch.setattr(module, "dist", threads)
+    yield threads
+    assert threads.left == threads.made
+
+
+def resynced(threads, nodes, engines, versions=(1,), after=lambda resync, version: None):
+    """Send versions with the weights of their number as seed; by rank, the reports or the error."""
+
+    def run(rank):
+        settings = config(bucket_bytes=160, verify=VerifyMode.off)
+        resync = session(Source(rank, random_weights()), engines, settings, rank=rank, node=nodes[rank], run_id="ipc")
+        reports = []
+        try:
+            for version in versions:
+                resync._source.weights = random_weights(version)
+                reports.append(resync.run(version))
+                after(resync, version)
+        except ResyncError as error:
+            return error
+        finally:
+            resync.close()
+        return reports
+
+    return threads.run(run)
+
+
+LAYOUTS = {
+    "one on each node": ("aabb", [("a", 2), ("b", 2)]),
+    "one over both nodes": ("aabb", [("ab", 4)]),
+    "one over two of four nodes": ("abcd", [("bd", 2)]),
+    "two over two nodes each": ("abcd", [("ab", 2), ("cd", 2)]),
+    "over other nodes, one of which is shared": ("aabb", [("ab", 2), ("b", 1)]),
+    "unlike ones beside each other": ("aabb", [("a", 2), ("a", 1), ("b", 1), ("b", 2)]),
+    "more ranks than the trainer": ("aaaa", [("a", 2), ("a", 2), ("a", 2)]),
+    "one rank for all": ("aaaa", [("a", 1)]),
+}
+
+
+@pytest.mark.parametrize(("nodes", "engines"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_every_rank_gets_what_it_keeps_and_no_node_gets_more_than_its_engines_keep(threads, nodes, engines):
+    engines = [ShardedEngine(f"engine {i}", where, ranks) for i, (where, ranks) in enumerate(engines)]
+    results = resynced(threads, nodes, engines, versions=(1, 2))
+    assert [engine.wrong(random_weights(2)) for engine in engines] == [[]] * len(engines)
+    report = results[0][-1]
+    assert report.buckets > 2
+    came = Counter()
+    for (source, target), nbytes in threads.sent.items():
+        assert nodes[source] != nodes[target]
+        came[nodes[target]] += nbytes
+    for node in set(nodes):
+        distinct = {}
+        for engine in engines:
+            if node in engine.place.nodes:
+                distinct.setdefault(engine.place.nodes, {})[engine.place.num_ranks] = engine.kept_on(node)
+        # Engines that are alike and on the same nodes get it together.
+        assert came[node] <= 2 * sum(sum(sizes.values()) for sizes in distinct.values())
+    assert sum(report.sent_per_rank) >= report.bytes
+
+
+def test_nothing_crosses_the_network_on_one_node(threads):
+    engine = ShardedEngine("engine 0", "a", 2)
+    resynced(threads, "aaaa", [engine])
+    assert (engine.wrong(random_weights(1)), threads.sent) == ([], Counter())
+
+
+def test_what_a_node_keeps_twice_crosses_the_network_once(threads):
+    engines = [ShardedEngine(f"engine {i}", "b", 1) for i in range(2)]
+    resynced(threads, "aabb", engines)
+    assert [engine.wrong(random_weights(1)) for engine in engines] == [[], []]
+    assert sum(threads.sent.values()) <= engines[0].kept_on("b")
+
+
+def test_what_all_ranks_of_an_engine_keep_comes_to_each_of_its_nodes_once(threads):
+    engine = ShardedEngine("engine 0", "abcd", 4)
+    resynced(threads, "abcd", [engine])
+    assert engine.wrong(random_weights(1)) == []
+    for node in "abcd":
+        came = sum(nbytes for (_, target), nbytes in threads.sent.items() if "abcd"[target] == node)
+        assert came <= engine.kept_on(node)
+
+
+def test_an_engine_that_is_new_gets_the_plan_and_the_others_keep_theirs(threads):
+    engines = [ShardedEngine(f"engine {i}", "ab"[i], 1) for i in range(2)]
+    new = ShardedEngine("engine 1", "b", 1)
+
+    def after(resync, version):
+        if version == 1:
+            resync.use([engines[0], new])
+
+    resynced(threads, "aabb", engines, (1, 2), after)
+    assert (engines[0].wrong(random_weights(2)), new.wrong(random_weights(2))) == ([], [])
+    assert [engine.calls.count("map") for engine in (*engines, new)] == [1, 1, 1]
+    assert engines[1].wrong(random_weights(1)) == []
+
+
+def test_engines_that_are_others_than_before_have_all_planned_anew(threads):
+    engines = [ShardedEngine("engine 0", "a", 1), ShardedEngine("engine 1", "b", 2)]
+    resynced(threads, "aabb", engines[:1], (1, 2), lambda resync, version: resync.use(engines))
+    assert [engine.wrong(random_weights(2)) for engine in engines] == [[], []]
+    assert engines[0].calls.count("map") == 2
+
+
+def test_an_engine_that_refuses_its_plan_gets_it_again_and_one_that_does_so_twice_is_out(threads):
+    once, never = ShardedEngine("engine 0", "a", 1), ShardedEngine("engine 1", "b", 1)
+    once.fails_at = ("map", 1)
+
+    def refuse(segments, rounds):
+        raise EngineError("engine 1: map: refused")
+
+    never.map_memory = refuse
+    results = resynced(threads, "aabb", [once, never])
+    assert results[0][0].failed_engines == {"engine 1": "engine 1: map: refused"}
+    assert once.wrong(random_weights(1)) == []
+
+
+def test_an_engine_beside_no_trainer_rank_is_refused():
+    places = [EnginePlace(name="engine 0", nodes=("a", "c"), num_ranks=2)]
+    with pytest.raises(ValueError, match=r"ipc, but engine 0 is on c, the trainer on a, b\. Use p2p or disk"):
+        engine_sets(places, "aab")
+
+
+def test_ranks_of_engines_take_the_trainer_ranks_of_their_node_in_turn():
+    places = [
+        EnginePlace(name="x", nodes=("a", "b"), num_ranks=4),
+        EnginePlace(name="y", nodes=("a",), num_ranks=1),
+        EnginePlace(name="z", nodes=("a",), num_ranks=1),
+    ]
+    sets = engine_sets(places, "aaabb")
+    assert [dict(each.receivers) for each in sets] == [{"x": (0, 1, 3, 4)}, {"y": (2,), "z": (0,)}]
+    assert [(each.leader, each.ranks) for each in sets] == [(0, (0, 1, 3, 4)), (0, (0, 2))]
+
+
+def nth(number, function, error):
+    """The function, whose call of this number raises."""
+    calls = []
+
+    def call(*arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise error
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_slot_that_cannot_be_made_leaves_none_of_the_others(monkeypatch, number):
+    monkeypatch.setattr(rank_rounds, "shared_buffer", nth(number, rank_rounds.shared_buffer, OSError("no room")))
+    weights = {"w": torch.ones(32, 16)}
+    resync = session(WholeSource(weights), [Engine("engine 0", keeps=weights)], config(bucket_bytes=512), run_id="full")
+    with pytest.raises(ResyncError, match=r"rank 0: buffers of .* bytes: no room"):
+        resync.run(1)
+    assert list(SHARED_MEMORY_DIR.glob("slimrl-full-*")) == []
+    monkeypatch.undo()
+    assert resync.run(1).mismatching == ()
+    resync.close()
+    assert list(SHARED_MEMORY_DIR.glob("slimrl-full-*")) == []
+
+
+def test_a_rank_that_dies_while_slots_are_made_leaves_none_of_this_one(monkeypatch):
+    weights = {"w": torch.ones(32, 16)}
+    resync = session(WholeSource(weights), [Engine("engine 0", keeps=weights)], config(bucket_bytes=512), run_id="died")
+
+    def gather(ranks, value):
+        if isinstance(value, list):
+            raise RankError("dead")
+        return [value]
+
+    monkeypatch.setattr(Ranks, "gather_objects", gather)
+    with pytest.raises(ResyncError, match="dead"):
+        resync.run(1)
+    assert list(SHARED_MEMORY_DIR.glob("slimrl-died-*")) == []
+    resync.close()
+
+
+def test_the_draft_model_gets_its_layers_in_rounds_of_its_own(threads):
+    engine, models = ShardedEngine("engine 0", "a", 2), []
+    load = engine.load_round
+
+    class Drafting(Source):
+        def layout(self):
+            return {replace(s, mtp=s.name == "rows"): pieces for s, pieces in super().layout().items()}
+
+    def kept(model):
+        draft = model is EngineModel.draft
+        return [
+            {name: [region.box for region in each] for name, each in rank.items() if (name == "rows") is draft}
+            for rank in engine.memory
+        ]
+
+    engine.kept = kept
+    engine.load_round = lambda model, version, number: (models.append(model), load(model, version, number))
+
+    def run(rank):
+        settings = config(bucket_bytes=160, verify=VerifyMode.off)
+        resync = session(Drafting(rank, random_weights(1)), [engine], settings, rank=rank, node="a", run_id="ipc")
+        resync.run(1)
+        resync.close()
+
+    threads.run(run)
+    assert engine.wrong(random_weights(1)) == []
+    assert sorted(models, key=lambda model: model is EngineModel.draft) == models
+    assert set(models) == set(EngineModel)
