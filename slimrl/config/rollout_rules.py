@@ -39,12 +39,6 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
             + fitting_text(rollout.engine_nodes, lambda n: not ranks % n, ranks),
         )
     yield from _elastic_violations(recipe)
-    if rollout.engine_nodes > 1 and recipe.resync.transport is TransportName.ipc:
-        others = "disk or delta" if rollout.colocated else "p2p, disk or delta"
-        yield (
-            "rollout.engine_nodes",
-            f"{rollout.engine_nodes}: ipc reaches engines on one node. Use resync.transport {others}.",
-        )
     for name in ("sampling", "eval_sampling"):
         new = getattr(rollout, name).max_new_tokens
         if new >= rollout.max_trajectory_tokens:
@@ -75,10 +69,9 @@ def rollout_violations(recipe: Recipe, experts: int) -> Iterator[Violation]:
     if recipe.resync.transport is TransportName.delta and not recipe.resync.local_dir:
         yield "resync.local_dir", "delta needs a folder on a local disk of each node, with room for the model."
     if rollout.colocated and recipe.resync.transport is TransportName.p2p:
-        others = "ipc" if rollout.engine_nodes == 1 else "disk or delta"
         yield (
             "rollout.colocated",
-            f"p2p needs engines on devices of their own. Use resync.transport {others}, or colocated false.",
+            "p2p needs engines on devices of their own. Use resync.transport ipc, or colocated false.",
         )
 
 

@@ -14,9 +14,11 @@ from slimrl.resync.p2p.engine_plan import SLOTS
 def too_few_bytes(specs: Sequence[TensorSpec], recipe: Recipe, transform: Transform | None) -> str:
     """Why `resync.bucket_bytes` is too small, and how much is enough; empty if it is not."""
     given = recipe.resync.bucket_bytes
-    if recipe.resync.transport is not TransportName.p2p:
+    transport = recipe.resync.transport
+    if transport not in (TransportName.ipc, TransportName.p2p):
         return too_small(specs, given, transform)
-    engines = most_fed_engines(recipe)
+    # With `ipc`, engines on the same nodes count once, but where they are is not known yet.
+    engines = most_fed_engines(recipe) if transport is TransportName.p2p else max(1, recipe.rollout.num_engines)
     parts = [part for spec in specs for part in (transform.outputs(rows_of(spec)) if transform else [rows_of(spec)])]
     widest = max((part.spec for part in parts), key=_row_bytes)
     row, name = _row_bytes(widest), widest.name

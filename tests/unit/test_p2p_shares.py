@@ -1,5 +1,6 @@
 """Who sends what and when by the p2p transport, in cases that can be worked out by hand."""
 
+import random
 from collections import Counter
 
 from slimrl.data.model_weights import EngineModel, SourcePiece, TensorSpec
@@ -69,3 +70,24 @@ def test_a_piece_within_a_tile_that_begins_before_it_has_no_scale():
     values, scales = sent_tensors({spec: pieces}, Quantize(BlockFp8(block=(4, 4)), {"w"}))
     assert [holders for _, holders in values.pieces] == [(0,), (1,), (2,)]
     assert scales.pieces == ((((0, 1), (0, 1)), (0,)), (((1, 2), (0, 1)), (2,)))
+
+
+def test_no_rank_sends_to_more_engines_than_counted_however_rows_are_cut():
+    for seed in range(200):
+        draw = random.Random(seed)
+        ranks = draw.randint(2, 12)
+        engines = [
+            [
+                demand(number, draw.randint(1, 30), tuple(sorted(draw.sample(range(ranks), draw.randint(1, ranks)))))
+                for number in range(draw.randint(1, 6))
+            ]
+            for _ in range(draw.randint(1, 9))
+        ]
+        shares = Shares(engines)
+        served = Counter(rank for engine in range(len(engines)) for rank in {one.source for one in shares.of(engine)})
+        assert max(served.values()) <= shares.most_served(), seed
+
+
+def test_copies_of_a_rank_serve_their_part_of_the_engines_alone():
+    shares = Shares([[demand(0, 1000, (0, 1, 2, 3))]] * 32)
+    assert shares.most_served() <= 32 // 4 + 2

@@ -82,7 +82,7 @@ class RolloutConfig:
     """Groups of an engine's ranks, each of which computes attention for requests of its own and caches these alone,
     while experts stay spread over all ranks; it divides `engine_tp`. docs/recipes.md says when it pays."""
     engine_nodes: PositiveInt = 1
-    """Nodes over which each engine spreads its ranks evenly; not with resync.transport ipc."""
+    """Nodes over which each engine spreads its ranks evenly."""
     threads_per_engine: PositiveInt = 1
     """CPU threads of each process of an engine, a teacher's too (OMP_NUM_THREADS)."""
     colocated: Flag = False

@@ -70,8 +70,12 @@ def model_facts(planned: OfflineRecipe) -> Facts:
     )
 
 
+BY_MESSAGES = {TransportName.ipc: 2, TransportName.p2p: 1}
+"""Transports without buckets, and how often a GPU needs room for `resync.bucket_bytes`"""
+
+
 def buckets_of(known: Facts, recipe: Recipe) -> Sequence[Bucket]:
-    """A resync's buckets, which are the same for every layout; `p2p` cuts none, so all is in one.
+    """A resync's buckets, which are the same for every layout; `ipc` and `p2p` cut none, so all is in one.
 
     Raises:
         ValueError: `resync.bucket_bytes` is too small.
@@ -79,15 +83,13 @@ def buckets_of(known: Facts, recipe: Recipe) -> Sequence[Bucket]:
     specs = known.sent.specs(recipe.trainer.precision.dtype)
     if reason := too_few_bytes(specs, recipe, known.transform):
         raise ValueError(f"resync.bucket_bytes: {reason}")
-    limit = sys.maxsize if recipe.resync.transport is TransportName.p2p else recipe.resync.bucket_bytes
+    limit = sys.maxsize if recipe.resync.transport in BY_MESSAGES else recipe.resync.bucket_bytes
     return cut_buckets(specs, limit, known.transform)
 
 
 def with_engines(known: Facts, recipe: Recipe, buckets: Sequence[Bucket], hardware: Hardware) -> Facts:
     """The facts with `slot_bytes` and `engine`."""
     sent = max(bucket.sent_bytes for bucket in buckets)
-    # With `p2p` the buffers of a trainer rank for all engines together, and those of a rank of an engine.
-    by_peers = recipe.resync.transport is TransportName.p2p
     stage = max(bucket.gathered_bytes for bucket in buckets) if known.transform is not None else 0
     engine = plan_engine(
         recipe,
@@ -97,5 +99,9 @@ def with_engines(known: Facts, recipe: Recipe, buckets: Sequence[Bucket], hardwa
         gpu_bytes=round(hardware.gpu_memory_gib * GIB),
         reserve_bytes=round(hardware.reserve_gib * GIB),
     )
-    slot_bytes = min(sent, recipe.resync.bucket_bytes) if by_peers else stage + NUM_SLOTS * sent
+    # With `p2p` the buffers of a trainer rank for all engines together, and those of a rank of an engine. With `ipc` the
+    # slots of a receiver, and what it stages for other nodes.
+    slot_bytes = stage + NUM_SLOTS * sent
+    if (count := BY_MESSAGES.get(recipe.resync.transport)) is not None:
+        slot_bytes = count * min(sent, recipe.resync.bucket_bytes)
     return replace(known, slot_bytes=slot_bytes, engine=engine)

@@ -25,7 +25,7 @@ SOURCES = {
     "optimizer": "shard of main weights and moments, 12 bytes in bf16 (arXiv:1910.02054)",
     "activations": "tensors kept for the backward pass (arXiv:2205.05198)",
     "logits": "logits of all tokens, their gradient, one chunk's float32 softmax",
-    "resync": "resync.bucket_bytes; with ipc, disk and delta x 2, and 1 more with quantisation",
+    "resync": "resync.bucket_bytes; with ipc, disk and delta x 2; disk and delta 1 more with quantisation",
     "engine_weights": "bytes of a resync / engine_tp, attention's x engine_attention_dp",
     "kv_cache": "mem_fraction_static x free memory - engine weights",
     "reserve": "CUDA contexts, communication, fragmentation: --reserve-gib",

@@ -14,7 +14,7 @@ from slimrl.estimates.resync.estimate import Estimate
 from slimrl.estimates.resync.machine import GB, Machine
 from slimrl.estimates.resync.peer_pipeline import pipeline_seconds, round_seconds
 from slimrl.estimates.resync.peer_traffic import count_traffic
-from slimrl.resync.p2p.demand import Kept, SentTensor, sent_tensors
+from slimrl.resync.p2p.demand import Kept, SentTensor
 from slimrl.resync.p2p.engine_plan import EnginePlans
 from slimrl.resync.transform import Quantize
 
@@ -52,36 +52,7 @@ class PeerEstimate(Estimate):
     chain: int
     """Engines of the longest chain in which each passes on what it gets"""
     limit_seconds: float
-    """The larger of what a rank sends and what one keeps, through one adapter"""
-
-
-def estimate_peers(
-    layout: SourceLayout,
-    trainer_nodes: Sequence[str],
-    engines: Sequence[EnginePlace],
-    machine: Machine,
-    *,
-    hf_config: dict[str, Any],
-    rollout: RolloutConfig,
-    bucket_bytes: int,
-    transform: Quantize | None,
-) -> Estimate:
-    """
-    Raises:
-        ValueError: a row of a tensor does not fit into `bucket_bytes`.
-    """
-    tensors = sent_tensors(layout, transform)
-    models = planned_models(tensors, hf_config, rollout)
-    return estimate_models(
-        layout,
-        trainer_nodes,
-        engines,
-        machine,
-        tensors=tensors,
-        models=models,
-        bucket_bytes=bucket_bytes,
-        transform=transform,
-    )
+    """The larger of what a rank sends and what one keeps, through one adapter, or over NVLink on one node"""
 
 
 def planned_models(
@@ -127,11 +98,11 @@ def estimate_models(
         [round_seconds(each, before, machine) for before, each in zip([None, *rounds[:-1]], rounds, strict=True)]
         for rounds in traffic.levels
     ]
-    settle, settled_bytes = _settle(layout, transform, machine)
+    settle, settled_bytes = settle_cost(layout, transform, machine)
     total, sent = traffic.total(), traffic.sent_by() if traffic.levels else Counter[int]()
     sizes = {tensor.spec.name: element_bytes(tensor.spec.dtype) for tensor in tensors}
     ranks = zip(*models.values(), strict=True)
-    kept = [sum(map(lambda one: _kept_bytes(one, sizes), of_rank)) for of_rank in ranks]
+    kept = [sum(map(lambda one: kept_bytes(one, sizes), of_rank)) for of_rank in ranks]
     of_all = [each for rounds in levels for each in rounds]
     stages = {
         "settle": settle,
@@ -163,7 +134,7 @@ def estimate_models(
     )
 
 
-def _settle(layout: SourceLayout, transform: Quantize | None, machine: Machine) -> tuple[float, int]:
+def settle_cost(layout: SourceLayout, transform: Quantize | None, machine: Machine) -> tuple[float, int]:
     """(seconds of the rank with the most to do, bytes that all read) for the scales of all quantised matrices."""
     pieces: Counter[int] = Counter()
     nbytes: Counter[int] = Counter()
@@ -178,5 +149,5 @@ def _settle(layout: SourceLayout, transform: Quantize | None, machine: Machine) 
     return max(launching, max(nbytes.values(), default=0) / (machine.memory_gb_per_s * GB)), nbytes.total()
 
 
-def _kept_bytes(kept: Kept, sizes: Mapping[str, int]) -> int:
+def kept_bytes(kept: Kept, sizes: Mapping[str, int]) -> int:
     return sum(elements(box) * sizes[name] for name, boxes in kept.items() for box in boxes)

@@ -39,18 +39,9 @@ def round_seconds(each: PeerRound, before: PeerRound | None, machine: Machine) -
     sent.update(each.sent)
     if before is not None:
         sent.update(before.between_nodes)
-    launching = max(
-        (
-            each.copied[rank] * machine.stage_us + each.quantized[rank] * machine.quantize_us
-            for rank in each.staged_bytes
-        ),
-        default=0.0,
-    )
-    # The device works on a copy while the next ones are launched.
-    moving = max(each.staged_bytes.values(), default=0) / (machine.memory_gb_per_s * GB)
     placing = max(each.placed.values(), default=0) * machine.place_us * 1e-6
     return RoundSeconds(
-        stage=max(launching * 1e-6, moving),
+        stage=each.staged.seconds(machine),
         agree=(machine.round_us + max(each.messages.values(), default=0) * machine.message_us) * 1e-6,
         send=link_seconds(sent, machine),
         pass_on=link_seconds(each.between_nodes, machine) + link_seconds(each.within_nodes, machine),

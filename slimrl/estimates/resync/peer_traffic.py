@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from slimrl.data.model_weights import EnginePlace
 from slimrl.data.peer_messages import Message
+from slimrl.estimates.resync.machine import GB, Machine
 from slimrl.resync.p2p.engine_plan import EnginePlan, EnginePlans
 
 TRAINER = -1
@@ -70,6 +71,41 @@ class Load:
 
 
 @dataclass
+class Staging:
+    """Regions that trainer ranks write from their live weights."""
+
+    copied: Counter[int] = field(default_factory=Counter)
+    """Regions that a rank copies"""
+    quantized: Counter[int] = field(default_factory=Counter)
+    """Regions that a rank quantises"""
+    moved: Counter[int] = field(default_factory=Counter)
+    """Bytes that a rank reads and writes for them"""
+
+    def add(self, rank: int, message: Message) -> None:
+        count = quantized = 0
+        for entry in message.entries:
+            if entry.dtype == FP8:
+                (first, last), (left, right) = entry.box
+                count += 1
+                quantized += (last - first) * (right - left)
+        self.copied[rank] += len(message.entries) - count
+        self.quantized[rank] += count
+        self.moved[rank] += 2 * (message.nbytes - quantized) + QUANTIZE_BYTES * quantized
+
+    @property
+    def counters(self) -> tuple[Counter[int], ...]:
+        return self.copied, self.quantized, self.moved
+
+    def seconds(self, machine: Machine) -> float:
+        """Seconds of the busiest rank. The device works on a copy while the next ones are launched."""
+        launching = max(
+            (self.copied[rank] * machine.stage_us + self.quantized[rank] * machine.quantize_us for rank in self.moved),
+            default=0.0,
+        )
+        return max(launching * 1e-6, max(self.moved.values(), default=0) / (machine.memory_gb_per_s * GB))
+
+
+@dataclass
 class PeerRound:
     """A round of the engines that are equally far from the trainer."""
 
@@ -81,12 +117,8 @@ class PeerRound:
     """The second step"""
     messages: Counter[Gpu] = field(default_factory=Counter)
     """Messages that a rank sends or gets from outside of its engine"""
-    copied: Counter[int] = field(default_factory=Counter)
-    """Regions that a trainer rank copies"""
-    quantized: Counter[int] = field(default_factory=Counter)
-    """Regions that a trainer rank quantises"""
-    staged_bytes: Counter[int] = field(default_factory=Counter)
-    """Bytes that a trainer rank reads and writes for them"""
+    staged: Staging = field(default_factory=Staging)
+    """What trainer ranks write into their slots"""
     placed: Counter[Gpu] = field(default_factory=Counter)
     """Regions that a rank of an engine copies to their place"""
     placed_bytes: Counter[Gpu] = field(default_factory=Counter)
@@ -121,7 +153,7 @@ class PeerTraffic:
 
     def moved_in_memory(self) -> int:
         """Bytes that are read and written for staging and placing."""
-        return sum(each.staged_bytes.total() + 2 * each.placed_bytes.total() for each in self._rounds())
+        return sum(each.staged.moved.total() + 2 * each.placed_bytes.total() for each in self._rounds())
 
     def _rounds(self) -> list[PeerRound]:
         return [each for rounds in self.levels for each in rounds]
@@ -172,7 +204,7 @@ def _add_chain(
                 into.messages.update((source, target))
                 _pass_on(into, message, engine, per_node)
                 if not level:
-                    _stage(into, message)
+                    into.staged.add(message.source, message)
                 traffic.entries += len(message.entries)
 
 
@@ -185,15 +217,3 @@ def _pass_on(into: PeerRound, message: Message, engine: int, per_node: int) -> N
         for step, source, target in message.hops(per_node):
             load = into.between_nodes if step == 1 else into.within_nodes
             load.add(Gpu(engine, source), Gpu(engine, target), message.nbytes, same_node=step == 2)
-
-
-def _stage(into: PeerRound, message: Message) -> None:
-    count = quantized = 0
-    for entry in message.entries:
-        if entry.dtype == FP8:
-            (first, last), (left, right) = entry.box
-            count += 1
-            quantized += (last - first) * (right - left)
-    into.copied[message.source] += len(message.entries) - count
-    into.quantized[message.source] += count
-    into.staged_bytes[message.source] += 2 * (message.nbytes - quantized) + QUANTIZE_BYTES * quantized

@@ -8,8 +8,10 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.data.model_weights import EnginePlace, SourceLayout
 from slimrl.estimates.resync.estimate import Estimate, estimate
 from slimrl.estimates.resync.machine import Machine
-from slimrl.estimates.resync.peer_estimate import estimate_peers
+from slimrl.estimates.resync.peer_estimate import estimate_models, planned_models
+from slimrl.estimates.resync.shared_estimate import estimate_shared
 from slimrl.resync.buckets import Transform
+from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.plan import plan_resync
 from slimrl.resync.transform import Quantize
 
@@ -36,16 +38,19 @@ def estimate_version(
         ValueError: the transport is none of ESTIMATED, or `resync.bucket_bytes` is too small.
     """
     bucket_bytes = recipe.resync.bucket_bytes
-    if transport is TransportName.p2p:
-        return estimate_peers(
+    by_messages = {TransportName.ipc: estimate_shared, TransportName.p2p: estimate_models}
+    if transport in by_messages:
+        quantize = cast("Quantize | None", transform)
+        tensors = sent_tensors(layout, quantize)
+        return by_messages[transport](
             layout,
             trainer_nodes,
             engines,
             machine,
-            hf_config=hf_config,
-            rollout=recipe.rollout,
+            tensors=tensors,
+            models=planned_models(tensors, hf_config, recipe.rollout),
             bucket_bytes=bucket_bytes,
-            transform=cast("Quantize | None", transform),
+            transform=quantize,
         )
     plan = plan_resync(
         layout, trainer_nodes, engines, transport=transport, bucket_bytes=bucket_bytes, transform=transform

@@ -99,10 +99,17 @@ class EnginePlans:
             for key, models in alike.items()
         }
         self._shares = Shares([needed[id(engines[index])] for index in self._heads])
-        self._slots = Slots(engine=bucket_bytes // SLOTS, trainer=bucket_bytes // (SLOTS * max(1, len(self._heads))))
+        self._slots = Slots(
+            engine=bucket_bytes // SLOTS, trainer=bucket_bytes // (SLOTS * max(1, self._shares.most_served()))
+        )
 
     def __len__(self) -> int:
         return len(self._engines)
+
+    @property
+    def sent(self) -> Mapping[int, int]:
+        """Bytes that each trainer rank is to send, but for what cuts between rows add and take."""
+        return self._shares.sent
 
     def of(self, index: int) -> EnginePlan:
         """The plan of one engine.

@@ -89,10 +89,11 @@ class SentValues:
     def record(self, expected: ExpectedFingerprints) -> None:
         """Hash what quantisation makes of the pieces; the holders of a tensor's pieces take turns. Called at the end of
         a version."""
-        for spec in expected.changed if self._transform else ():
-            for number, piece in enumerate(self._layout[spec]):
-                if piece.holders[number % len(piece.holders)] == self._ranks.rank:
-                    self._record_piece(self._transform, expected, spec, piece)
+        if self._transform is not None:
+            for spec in expected.changed:
+                for number, piece in enumerate(self._layout[spec]):
+                    if piece.holders[number % len(piece.holders)] == self._ranks.rank:
+                        self._record_piece(self._transform, expected, spec, piece)
         # A view would keep memory that the trainer releases.
         self._last = None
 

@@ -9,8 +9,10 @@
 Of the ranks of an engine that keep the same region, the one that has got the least so far gets it from the trainer.
 """
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from slimrl.data.boxes import Box, cut, rows
@@ -44,12 +46,13 @@ class Shares:
     def __init__(self, engines: Sequence[Sequence[Demand]]) -> None:
         self._engines = engines
         sizes = {id(needed): _class_bytes(needed) for needed in engines}
+        self._sizes = [sizes[id(needed)] for needed in engines]
         self._before: list[Counter[Holders]] = []
         """Bytes of each class that earlier engines need, by engine"""
         total: Counter[Holders] = Counter()
-        for needed in engines:
+        for size in self._sizes:
             self._before.append(total.copy())
-            total.update(sizes[id(needed)])
+            total.update(size)
         self._quotas: dict[Holders, list[int]] = {}
         self.sent: Counter[int] = Counter()
         """Bytes that each trainer rank is to send, but for what cuts between rows add and take"""
@@ -57,6 +60,22 @@ class Shares:
             quotas = level(total[holders], [self.sent[rank] for rank in holders])
             self._quotas[holders] = quotas
             self.sent.update(dict(zip(holders, quotas, strict=True)))
+
+    def most_served(self) -> int:
+        """Most engines to which a trainer rank sends."""
+        served: dict[int, set[int]] = defaultdict(set)
+        # A cut between rows may be as far as a row from the end of a quota, and so in the next engine's part.
+        known = {id(needed): needed for needed in self._engines}
+        row = max((one.nbytes // rows(one.box) for needed in known.values() for one in needed), default=0)
+        for holders, quotas in self._quotas.items():
+            ends = list(accumulate(quotas))
+            for engine, (before, size) in enumerate(zip(self._before, self._sizes, strict=True)):
+                if holders in size:
+                    start = before[holders]
+                    first, last = bisect_left(ends, start - row), bisect_left(ends, start + size[holders] + row)
+                    for rank in holders[first : last + 1]:
+                        served[rank].add(engine)
+        return max(map(len, served.values()), default=0)
 
     def of(self, engine: int) -> list[Share]:
         """Shares of an engine, in the order of the tensors."""

@@ -1,0 +1,231 @@
+"""Estimates a resync through the `ipc` transport: the plan of a run, its bytes on every link, and its seconds.
+
+Each engine rank is taken to share its GPU with its receiver. For each round (slimrl/resync/ipc/rank_rounds.py):
+
+1. Messages between nodes go over the adapters of both GPUs. Meanwhile each trainer rank writes what it holds for
+   receivers of its node, over NVLink or within its GPU, and stages what it sends to other nodes in the next round.
+2. Receivers send on what engines of other nodes keep too.
+3. Engine ranks copy what they keep out of the slots of their node, while the next round is filled. A slot is filled
+   again when they have done so.
+
+Each step takes as long as the rank that is busiest in it.
+
+Of many sets of engines that are alike, only some are planned. Then the ranks are taken to send as evenly within each
+round as they do within a version, which the plan sees to.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slimrl.checkpoints.safetensors_file import element_bytes, spec_bytes
+from slimrl.data.model_weights import EngineModel, EnginePlace, SourceLayout
+from slimrl.estimates.resync.machine import GB, Machine
+from slimrl.estimates.resync.peer_estimate import PeerEstimate, Spread, kept_bytes, settle_cost
+from slimrl.estimates.resync.peer_pipeline import link_seconds
+from slimrl.estimates.resync.peer_traffic import TRAINER, Gpu, Load, Staging
+from slimrl.resync.ipc.deliveries import Delivery, rounds_of
+from slimrl.resync.ipc.receivers import EngineSet, alike, engine_sets, kept_by_receiver
+from slimrl.resync.p2p.demand import Kept, SentTensor
+from slimrl.resync.p2p.engine_plan import EnginePlans
+from slimrl.resync.transform import Quantize
+
+PLANNED_SETS = 4
+
+
+@dataclass
+class _Round:
+    between: Load = field(default_factory=Load)
+    """Messages between nodes"""
+    passed_on: Load = field(default_factory=Load)
+    staged: Staging = field(default_factory=Staging)
+    """What is staged for other nodes"""
+    written: Staging = field(default_factory=Staging)
+    """What is written into slots of the same node"""
+    within: Load = field(default_factory=Load)
+    """What of that goes over NVLink"""
+    loaded: Load = field(default_factory=Load)
+    """What engine ranks read from slots on other GPUs"""
+    regions: Counter[int] = field(default_factory=Counter)
+    """Regions that an engine rank copies, by its receiver"""
+    placed: Counter[int] = field(default_factory=Counter)
+    """Their bytes"""
+
+    def even_out(self, weight: float, num_ranks: int, sent: Spread) -> None:
+        """Give what is sent to all sets to the busiest rank as far as it is its part of a whole version.
+
+        Args:
+            weight: all sets for each that was counted.
+            sent: bytes that the ranks send of a version.
+        """
+        part = weight / num_ranks * sent.most / max(1, sent.mean)
+        for by_gpu in (self.between.network_out, self.within.nvlink_out):
+            busiest = round(by_gpu.total() * part)
+            by_gpu.clear()
+            by_gpu[_gpu(0)] = busiest
+        for by_rank in (*self.staged.counters, *self.written.counters):
+            busiest = round(by_rank.total() * part)
+            by_rank.clear()
+            by_rank[0] = busiest
+
+
+def estimate_shared(
+    layout: SourceLayout,
+    trainer_nodes: Sequence[str],
+    engines: Sequence[EnginePlace],
+    machine: Machine,
+    *,
+    tensors: Sequence[SentTensor],
+    models: Mapping[EngineModel, Sequence[Kept]],
+    bucket_bytes: int,
+    transform: Quantize | None,
+) -> PeerEstimate:
+    """
+    Args:
+        models: what each rank of each engine keeps.
+
+    Raises:
+        ValueError: a row of a tensor does not fit into `bucket_bytes`, or an engine is beside no trainer rank.
+    """
+    sets = engine_sets(engines, trainer_nodes)
+    known: dict[tuple[object, ...], Mapping[EngineModel, Sequence[Kept]]] = {}
+    keys = [alike(each, dict.fromkeys(each.receivers, "")) for each in sets]
+    for key, each in zip(keys, sets, strict=True):
+        if key not in known:
+            known[key] = kept_by_receiver(each, dict.fromkeys(each.receivers, models))
+    plans = EnginePlans(tensors, [known[key] for key in keys], num_ranks=None, bucket_bytes=bucket_bytes)
+    rounds: list[_Round] = []
+    messages: list[int] = []
+    entries = 0
+    chosen = _chosen(keys)
+    for index in chosen:
+        each = sets[index]
+        planned = rounds_of(plans.of(index), each, trainer_nodes)
+        rounds += [_Round() for _ in range(len(planned) - len(rounds))]
+        messages.append(sum(len(deliveries) for _, deliveries in planned))
+        for into, (_, deliveries) in zip(rounds, planned, strict=False):
+            for delivery in deliveries:
+                _count(into, delivery, each, trainer_nodes)
+                entries += len(delivery.message.entries)
+    sent_by_rank = Spread.of(plans.sent[rank] for rank in range(len(trainer_nodes)))
+    weight = len(sets) / max(1, len(chosen))
+    staged = sum(one.staged.moved.total() + one.written.moved.total() for one in rounds)
+    if weight > 1:
+        for one in rounds:
+            one.even_out(weight, len(trainer_nodes), sent_by_rank)
+    settle, settled_bytes = settle_cost(layout, transform, machine)
+    steps = [_steps(each, machine) for each in rounds]
+    total = Load()
+    for one in rounds:
+        for load in (one.between, one.passed_on, one.within, one.loaded):
+            total.update(load)
+    moved = staged + 2 * sum(one.placed.total() for one in rounds)
+    nvlink, network = total.nvlink_in.total(), total.network_in.total()
+    links = {"memory": moved * weight + settled_bytes, "nvlink": nvlink * weight, "network": network * weight}
+    sizes = {tensor.spec.name: element_bytes(tensor.spec.dtype) for tensor in tensors}
+    kept = [sum(kept_bytes(one, sizes) for one in of_rank) for of_rank in zip(*models.values(), strict=True)]
+    spread = Spread.of(kept if engines else ())
+    stages = {
+        "settle": settle,
+        "stage": sum(step.stage for step in steps),
+        "write": sum(step.write for step in steps),
+        "agree": sum(step.agree for step in steps),
+        "send": sum(step.send for step in steps),
+        "pass on": sum(step.pass_on for step in steps),
+        "load": sum(step.load for step in steps),
+    }
+    rate = machine.network_gb_per_s if len(set(trainer_nodes)) > 1 else machine.nvlink_gb_per_s
+    return PeerEstimate(
+        tensors=len(layout),
+        gathered_bytes=sum(map(spec_bytes, layout)),
+        sent_bytes=sum(spec_bytes(tensor.spec) for tensor in tensors),
+        link_bytes={name: round(nbytes) for name, nbytes in links.items() if nbytes},
+        seconds=settle + _seconds(steps),
+        stage_seconds={name: seconds for name, seconds in stages.items() if seconds},
+        sent_by_rank=sent_by_rank,
+        kept_by_rank=spread,
+        adapter_bytes=total.network,
+        rounds=len(rounds),
+        messages=max(messages, default=0),
+        entries=round(entries * weight),
+        chain=1 if engines else 0,
+        limit_seconds=max(sent_by_rank.most, spread.most) / (rate * GB),
+    )
+
+
+def _chosen(keys: Sequence[tuple[object, ...]]) -> list[int]:
+    """Indices of the sets that are planned: of those that are alike, at most PLANNED_SETS."""
+    alike_sets: dict[tuple[object, ...], list[int]] = {}
+    for index, key in enumerate(keys):
+        alike_sets.setdefault(key, []).append(index)
+    return sorted(
+        indices[number * len(indices) // count]
+        for indices in alike_sets.values()
+        for count in [min(PLANNED_SETS, len(indices))]
+        for number in range(count)
+    )
+
+
+def _count(into: _Round, delivery: Delivery, engines: EngineSet, nodes: Sequence[str]) -> None:
+    message, source = delivery.message, delivery.message.source
+    (first, _), *others = delivery.places
+    if nodes[source] == nodes[first]:
+        into.written.add(source, message)
+        if source != first:
+            into.within.add(_gpu(source), _gpu(first), message.nbytes, same_node=True)
+    else:
+        into.staged.add(source, message)
+        into.between.add(_gpu(source), _gpu(first), message.nbytes, same_node=False)
+    for receiver, _ in others:
+        into.passed_on.add(_gpu(first), _gpu(receiver), message.nbytes, same_node=False)
+    slots = {nodes[receiver]: receiver for receiver, _ in delivery.places}
+    for number in message.ranks:
+        receiver = engines.ranks[number]
+        # Each rank of an engine that loads from this receiver.
+        times = sum(ranks.count(receiver) for ranks in engines.receivers.values())
+        slot = slots[nodes[receiver]]
+        into.regions[receiver] += times * len(message.entries)
+        into.placed[receiver] += times * message.nbytes
+        if slot != receiver:
+            into.loaded.add(_gpu(slot), _gpu(receiver), times * message.nbytes, same_node=True)
+
+
+def _gpu(rank: int) -> Gpu:
+    return Gpu(TRAINER, rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Seconds of the steps of a round."""
+
+    stage: float
+    write: float
+    agree: float
+    send: float
+    pass_on: float
+    load: float
+
+
+def _steps(each: _Round, machine: Machine) -> _Steps:
+    placing = max(each.regions.values(), default=0) * machine.place_us * 1e-6
+    copying = machine.copy_seconds(max(each.placed.values(), default=0))
+    return _Steps(
+        stage=each.staged.seconds(machine),
+        write=max(each.written.seconds(machine), link_seconds(each.within, machine)),
+        agree=2 * machine.round_us * 1e-6,
+        send=link_seconds(each.between, machine),
+        pass_on=link_seconds(each.passed_on, machine),
+        load=max(placing, copying, link_seconds(each.loaded, machine)) + machine.round_us * 1e-6,
+    )
+
+
+def _seconds(steps: Sequence[_Steps]) -> float:
+    """Seconds from the first region that is staged to the last one that is loaded."""
+    filled = steps[0].stage if steps else 0.0
+    loaded = [0.0, 0.0]
+    for number, step in enumerate(steps):
+        following = steps[number + 1].stage if number + 1 < len(steps) else 0.0
+        begin = max(filled, loaded[-2])
+        filled = begin + max(step.send, step.write + following) + step.pass_on + step.agree
+        loaded.append(max(filled, loaded[-1]) + step.load)
+    return loaded[-1]
