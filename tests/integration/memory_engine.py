@@ -1,21 +1,34 @@
-"""An engine that lives in a trainer rank's process: it maps the shared memory and keeps what it is given."""
+"""An engine that lives in a trainer rank's process: it maps the shared memory and keeps every tensor whole."""
 
 import time
+from collections.abc import Iterable
 
 import torch
 
-from slimrl.data.model_weights import EnginePlace
+from slimrl.data.model_weights import EnginePlace, TensorSpec
+from slimrl.engines.plugin.kept_tensors import KeptRegion
+from slimrl.engines.plugin.peer_receiver import place
 from slimrl.models.fingerprint import fingerprint
 from slimrl.resync.ipc.shared_buffer import open_shared
 
 
 class MemoryEngine:
-    """Implements the part of EngineControl that `ipc` uses."""
+    """Implements the part of EngineControl that `ipc` uses.
 
-    def __init__(self, name: str, node: str) -> None:
+    Args:
+        specs: of the tensors that its model has.
+    """
+
+    def __init__(self, name: str, node: str, specs: Iterable[TensorSpec] = ()) -> None:
         self.name = name
         self.place = EnginePlace(name=name, nodes=(node,))
-        self.loaded: dict[str, torch.Tensor] = {}
+        # Written, so that its memory is taken now.
+        self.loaded = {s.name: torch.ones(s.shape, dtype=torch.uint8).to(getattr(torch, s.dtype)) for s in specs}
+        self.regions = {
+            name: [KeptRegion(tuple((0, size) for size in value.shape), value)] for name, value in self.loaded.items()
+        }
+        self.seen = 0
+        """Bytes that came in the last version"""
         self.version, self.serves = -1, True
         self.flush_s = 0.0
 
@@ -26,17 +39,21 @@ class MemoryEngine:
         self.serves = False
 
     def begin_update(self):
-        self.loaded = {}
+        self.seen = 0
 
-    def load_shared_bucket(self, segment, parts):
-        flat = open_shared(segment)
-        for part in parts:
-            value = part.view(flat).clone()
-            if part.is_whole:
-                self.loaded[part.spec.name] = value
-            else:
-                whole = self.loaded.setdefault(part.spec.name, value.new_empty(part.spec.shape))
-                whole[part.start : part.stop] = value
+    def kept(self, model):
+        return [{name: [region.box for region in regions] for name, regions in self.regions.items()}]
+
+    def map_memory(self, segments, rounds):
+        (self._loads,) = rounds
+        self._slots = {rank: [open_shared(segment) for segment in each] for rank, each in segments.items()}
+
+    def load_round(self, model, version, number):
+        with torch.no_grad():
+            for message, offset in self._loads[number]:
+                slot = self._slots[message.source][number % 2]
+                place(message.entries, slot[offset:], self.regions)
+                self.seen += message.nbytes
 
     def end_update(self):
         """Nothing is left to do."""

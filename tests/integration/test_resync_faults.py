@@ -154,7 +154,7 @@ def send_once(rank, num_ranks, port, engines, checkpoints, settings, version):
     if settings.transport is TransportName.ipc:
         with full_disk() if rank == 0 else nullcontext():
             report, error, seconds = trainer.send(version)
-        assert error.startswith(f"ResyncError: resync of version {version} failed: rank 0: 2 buckets"), error
+        assert error.startswith(f"ResyncError: resync of version {version} failed: rank 0: buffers of "), error
         assert seconds < CALL_TIMEOUT_S
     report, error, _ = trainer.send(version)
     assert error == ""
@@ -251,7 +251,7 @@ def test_a_dead_rank_and_full_shared_memory_are_named_and_the_engines_take_the_n
     settings = config(transport)
     (error, seconds), _ = run_ranks(lose_a_rank, 2, engines, checkpoints, settings, dying=[1], timeout_s=200)
     assert error.startswith("ResyncError: resync of version 2"), error
-    assert ("at bucket" if transport is TransportName.ipc else "while it was sent") in error
+    assert ("at round" if transport is TransportName.ipc else "while it was sent") in error
     assert seconds < BOUND_S
     # Paused, since what they have may be of two versions.
     assert not any(answers(engine.url) for engine in engines)

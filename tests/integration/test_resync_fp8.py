@@ -9,7 +9,6 @@ from cli_runs import RECIPES, make_workspace, succeed
 from engine_probes import KEY
 from ranks import run_ranks
 from safetensors.torch import load_file
-from slimrl.resync.transports.ipc import IpcTransport
 from slimrl_tools.derive.quantize import quantization
 from slimrl_tools.derive.rewrite import write_checkpoint
 from slimrl_tools.toy.toy import ToySize, write_toy
@@ -23,12 +22,15 @@ from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.data.peer_messages import views
 from slimrl.engines.servers.control import SglangControl
 from slimrl.engines.servers.server import EngineServer
 from slimrl.models.fingerprint import fingerprint
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.metrics import read_metrics
 from slimrl.quantization.fp8 import dequantize, quantize
+from slimrl.resync.ipc import transfer
+from slimrl.resync.ipc.rank_rounds import RankRounds
 from slimrl.resync.session import ResyncSession
 from slimrl.rollout.task.engine_format import engine_transform
 
@@ -47,14 +49,14 @@ TIMEOUT_S = 60.0
 DENSE = ["trainer.parallel.expert=1", "rollout.routed_experts=false"]
 
 
-class SpoilingTransport(IpcTransport):
-    """Flips one bit of one expert after the bucket was packed."""
+class SpoilingRounds(RankRounds):
+    """Flips one bit of one expert after the round was written."""
 
-    def send(self, parts, buffer):
-        for part in parts:
-            if part.spec.name == SPOILED:
-                buffer.tensor[part.offset + 4 * 77] ^= 1
-        super().send(parts, buffer)
+    def _write_message(self, each, memory):
+        super()._write_message(each, memory)
+        for entry, value in views(each.message.entries, memory):
+            if entry.name == SPOILED:
+                value.view(torch.uint8).view(-1)[4 * 77] ^= 1
 
 
 @pytest.fixture(
@@ -149,9 +151,13 @@ def test_tiles_that_two_ranks_share_are_quantised_as_one(models, server, engine)
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_one_corrupted_element_is_named_by_full_at_once_and_by_sampled_within_its_bound(models, engine, quantised):
+def test_one_corrupted_element_is_named_by_full_at_once_and_by_sampled_within_its_bound(
+    models, engine, quantised, monkeypatch
+):
     source = CheckpointSource(models[1])
     transform = engine_transform(models[0]) if quantised else None
+
+    monkeypatch.setattr(transfer, "RankRounds", SpoilingRounds)
 
     def run(verify: VerifyMode, versions: range) -> list[tuple[str, ...]]:
         config = ResyncConfig(
@@ -159,7 +165,6 @@ def test_one_corrupted_element_is_named_by_full_at_once_and_by_sampled_within_it
         )
         session = ResyncSession(
             source, [engine], config, rank=0, run_id="spoiled", transform=transform,
-            transport=SpoilingTransport(TIMEOUT_S),
         )  # fmt: skip
         found = [session.run(version).mismatching for version in versions]
         session.close()

@@ -7,13 +7,11 @@ in /dev/shm, which are counted once.
 import ctypes
 import gc
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from memory_engine import MemoryEngine
 from ranks import run_ranks
@@ -23,14 +21,10 @@ from slimrl.checkpoints.versions.manifest import read_manifest
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.resync import ResyncConfig, TransportName, VerifyMode
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
-from slimrl.data.model_weights import TensorSpec, packed_bytes
-from slimrl.engines.plugin.kept_tensors import KeptRegion
 from slimrl.engines.plugin.peer_receiver import PeerReceiver
-from slimrl.models.fingerprint import add_hashes, as_hex, fingerprint, partial_hash
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.memory import MemoryWatch
 from slimrl.quantization.fp8 import BlockFp8
-from slimrl.resync.ipc.shared_buffer import open_shared
 from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transform import quantize_transform
@@ -76,11 +70,14 @@ class Case:
 
     @property
     def buffers(self) -> int:
-        """Buffers of a bucket's size: two slots, and before them a staging buffer where something is transformed. With
-        `p2p` one of each trainer rank and one of the engine, which lives here too."""
-        if self.transport is TransportName.p2p:
-            return 3
-        return 2 if self.fp8_engines is None else 3
+        """Buffers of a bucket's size. With `ipc` the slots of the only receiver; with `p2p` those of each trainer rank
+        and of the engine, which lives here too; otherwise two slots of rank 0."""
+        return {TransportName.ipc: 1, TransportName.p2p: 3}.get(self.transport, 2)
+
+    @property
+    def planned(self) -> int:
+        """Those of the trainer alone"""
+        return 1 if self.transport in (TransportName.ipc, TransportName.p2p) else self.buffers
 
 
 PLAIN = Case()
@@ -95,45 +92,18 @@ CASES = [
 ]
 
 
-class ReadingEngine(MemoryEngine):
-    """Reads every byte and keeps none, so that the rank in whose process it lives takes little memory for it."""
-
-    hashing = False
-
-    def begin_update(self):
-        self.seen, self.hashes = 0, {}
-
-    def load_shared_bucket(self, segment, parts):
-        flat = open_shared(segment)
-        flat[: packed_bytes(parts)].amax()
-        for part in parts if self.hashing else ():
-            offset = part.start * torch.Size(part.spec.shape[1:]).numel()
-            hashed = partial_hash(part.view(flat), offset)
-            self.hashes[part.spec.name] = add_hashes(self.hashes.get(part.spec.name, 0), hashed)
-        self.seen += packed_bytes(parts)
+class FolderEngine(MemoryEngine):
+    """Reads versions in folders and keeps nothing of them."""
 
     def load_version(self, folder, local_dir):
         """Reloading is another process's work; the version is whole, or it would not have this name."""
         self.seen = sum(spec_bytes(stored.spec) for stored in read_manifest(Path(folder)).tensors.values())
 
-    def fingerprints(self, names):
-        return {name: as_hex(self.hashes[name]) for name in names}
 
+class PeerEngine(MemoryEngine):
+    """Receives over `p2p`."""
 
-class KeepingEngine(MemoryEngine):
-    """Receives every tensor whole, into parameters that it has from the start."""
-
-    def __init__(self, name: str, node: str, specs: Sequence[TensorSpec]) -> None:
-        super().__init__(name, node)
-        self.regions = {spec.name: [_parameter(spec)] for spec in specs}
-        self.seen = 0
-        self._receiver: PeerReceiver | None = None
-
-    def begin_update(self):
-        self.seen = 0
-
-    def kept(self, model):
-        return [{name: [region.box for region in regions] for name, regions in self.regions.items()}]
+    _receiver: PeerReceiver | None = None
 
     def join_group(self, group, rounds, fed):
         alone = SimpleNamespace(rank=0, size=1, per_node=1)
@@ -144,14 +114,8 @@ class KeepingEngine(MemoryEngine):
         self.seen += self._receiver.received_bytes
         return [self._receiver.received_bytes]
 
-    def fingerprints(self, names):
-        return {name: fingerprint(self.regions[name][0].memory) for name in names}
 
-
-def _parameter(spec: TensorSpec) -> KeptRegion:
-    # Written, so that its memory is taken now.
-    memory = torch.full(spec.shape, 1, dtype=torch.uint8).to(getattr(torch, spec.dtype))
-    return KeptRegion(tuple((0, size) for size in spec.shape), memory)
+ENGINES = {TransportName.ipc: MemoryEngine, TransportName.p2p: PeerEngine}
 
 
 def give_back_freed_memory() -> None:
@@ -178,12 +142,10 @@ def resync_twice(rank, world_size, port, model: Path, case: Case) -> tuple[int, 
         hf_config = {**worker.hf_config, "quantization_config": BlockFp8().as_config()}
         weight_map = worker.family.weight_map(worker.hf_config)
         transform = quantize_transform(hf_config, weight_map, fp8_engines=case.fp8_engines)
-    if case.transport is TransportName.p2p:
+    specs = []
+    if rank == 0 and case.transport in ENGINES:
         specs = [tensor.spec for tensor in sent_tensors(worker.weight_source().layout(), transform)]
-        engine = KeepingEngine("engine 0", "", specs if rank == 0 else [])
-    else:
-        engine = ReadingEngine("engine 0", "")
-        engine.hashing = case.verify is VerifyMode.full
+    engine = ENGINES.get(case.transport, FolderEngine)("engine 0", "", specs)
     give_back_freed_memory()
     with MemoryWatch([os.getpid()]) as memory:
         session = ResyncSession(
@@ -210,7 +172,7 @@ def extra_bytes(folder: Path, megabytes: int, case: Case) -> int:
     taken, seen, sent, planned = (sum(values) for values in zip(*results, strict=True))
     assert seen == sent
     assert sent < nbytes if case.fp8_engines else sent == nbytes
-    assert planned <= (1 if case.transport is TransportName.p2p else case.buffers) * BUCKET_BYTES
+    assert planned <= case.planned * BUCKET_BYTES
     # What is measured holds at least the buffers themselves, or it would measure nothing.
     assert taken >= planned
     return taken

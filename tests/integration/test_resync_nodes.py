@@ -15,6 +15,7 @@ from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.quantization.fp8 import BlockFp8, quantize
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.report import ResyncError
 from slimrl.resync.session import ResyncSession
 from slimrl.resync.transform import Quantize
@@ -39,7 +40,7 @@ def resync_to_all_nodes(rank, world_size, port, path, layouts, placements):
         chunks, family, hf_config = loaded_chunks(path, parallel)
         source = MegatronWeightSource(chunks, family, hf_config)
         for nodes, engine_nodes in placements:
-            engines = [MemoryEngine(f"engine {i}", node) for i, node in enumerate(engine_nodes)]
+            engines = [MemoryEngine(f"engine {i}", node, source.layout()) for i, node in enumerate(engine_nodes)]
             config = ResyncConfig(bucket_bytes=BUCKET_BYTES, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
             session = ResyncSession(source, engines, config, rank=rank, run_id=f"nodes-{nodes}", node=nodes[rank])
             for version in (1, 2):
@@ -59,6 +60,7 @@ def resync_to_all_nodes(rank, world_size, port, path, layouts, placements):
                 # Ranks without engines wait for the flush; that is no part of the verification.
                 assert report.stage_seconds["verify"] + FLUSH_S < report.seconds
                 assert report.transfer_seconds > FLUSH_S
+                # Slots of a receiver, and what it stages for other nodes.
                 assert report.peak_extra_bytes <= 2 * BUCKET_BYTES
                 sent[layout_name, nodes] = report.buckets
     dist.destroy_process_group()
@@ -85,7 +87,7 @@ POISONED = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
 def resync_quantised(rank, world_size, port, path, parallel, placements):
-    """Bytes that this rank sent to other ranks, without broadcasts, by placement. The last resync is of infinity."""
+    """Bytes that this rank sent to other ranks, by placement. The last resync is of infinity."""
     join(rank, world_size, port)
     expected = load_file(path / "model.safetensors")
     change_layout(parallel)
@@ -93,6 +95,7 @@ def resync_quantised(rank, world_size, port, path, parallel, placements):
     source = MegatronWeightSource(chunks, family, hf_config)
     quantised = {name for name in expected if "_proj" in name}
     assert POISONED in quantised
+    transform = Quantize(FP8, quantised)
     sent = [0]
     run_operations = dist.batch_isend_irecv
 
@@ -103,11 +106,12 @@ def resync_quantised(rank, world_size, port, path, parallel, placements):
     dist.batch_isend_irecv = counting
     found = {}
     for nodes, engine_nodes in placements:
-        engines = [MemoryEngine(f"engine {i}", node) for i, node in enumerate(engine_nodes)]
+        specs = [tensor.spec for tensor in sent_tensors(source.layout(), transform)]
+        engines = [MemoryEngine(f"engine {i}", node, specs) for i, node in enumerate(engine_nodes)]
         config = ResyncConfig(bucket_bytes=BUCKET_BYTES, verify=VerifyMode.full, timeout_s=TIMEOUT_S)
         session = ResyncSession(
             source, engines, config, rank=rank, run_id=f"nodes-{nodes}", node=nodes[rank],
-            transform=Quantize(FP8, quantised),
+            transform=transform,
         )  # fmt: skip
         for version in (1, 2):
             sent[0] = 0
@@ -148,6 +152,6 @@ def test_nodes_send_each_other_quantised_weights_from_all_of_their_ranks(tmp_pat
     experts = [value for name, value in load_file(path / "model.safetensors").items() if ".experts." in name]
     codes = sum(value.numel() for value in experts) // 2
     scales = sum(4 * -(-value.shape[0] // 16) * -(-value.shape[1] // 8) for value in experts) // 2
-    assert sum(half) == codes + scales
-    # Shares are cut at multiples of 512 bytes, in buckets of a few thousand.
-    assert min(half[2:]) > sum(half) / 3
+    # All ranks hold the other tensors too, and share the work.
+    assert codes + scales <= sum(half) < 1.5 * (codes + scales)
+    assert min(half[2:]) > 0.45 * sum(half)

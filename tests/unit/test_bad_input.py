@@ -145,13 +145,15 @@ def test_buckets_that_a_tensor_does_not_fit_into_are_refused_with_the_size_that_
 ):
     # The widest row of the toy: 64 elements in float32, of an attention output.
     tensor = "model.layers.0.self_attn.o_proj.weight"
-    text = f"resync.bucket_bytes: 100 bytes are too few: one row of {tensor} needs 256. Use 256 or more"
+    text = (
+        f"resync.bucket_bytes: 100 bytes are too few: one row of {tensor} has 256, and a trainer rank needs room for 2"
+    )
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"extends: {GSPO}\nresync:\n  bucket_bytes: 100\n")
     if recipe_dir == "recipe":
-        refused(cli("train", recipe=recipe), f"{recipe}:3: {text}")
+        refused(cli("train", recipe=recipe), f"{recipe}:3: {text}", "Use 1024 or more")
     else:
-        refused(cli("train", "resync.bucket_bytes=100"), f"command line: {text}")
+        refused(cli("train", "resync.bucket_bytes=100"), f"command line: {text}", "Use 1024 or more")
 
 
 def test_folders_that_cannot_be_made_are_refused_and_others_are_not_left_behind(cli: Cli, tmp_path: Path):

@@ -72,7 +72,7 @@ def test_as_many_engines_are_fed_by_the_trainer_as_begin_chains(tensor, ranks):
 
 def test_other_transports_need_buckets_for_rows_alone():
     given = recipe(bucket_bytes=2000)
-    given.resync.transport = TransportName.ipc
+    given.resync.transport = TransportName.disk
     assert too_few_bytes(SPECS, given, None) == ""
     given.resync.bucket_bytes = 1999
     assert "Use 2000 or more." in too_few_bytes(SPECS, given, None)

@@ -169,7 +169,7 @@ def test_evaluations_and_rollouts_may_sample_from_fewer_tokens_than_training(fol
          "p2p needs engines on devices of their own. Use resync.transport ipc, or colocated false."),
         ("rollout.engine_tp=4 rollout.engine_nodes=2 rollout.colocated=true resync.transport=p2p",
          "rollout.colocated",
-         "p2p needs engines on devices of their own. Use resync.transport disk or delta, or colocated false."),
+         "p2p needs engines on devices of their own. Use resync.transport ipc, or colocated false."),
         ("rollout.max_replacements=-1", "rollout.max_replacements", "-1: must be at least 0."),
         ("rollout.min_engines=5 rollout.num_engines=2", "rollout.min_engines",
          "5 is above rollout.num_engines 2. Use at most 2."),

@@ -215,6 +215,7 @@ def test_a_resync_counts_a_trained_layer_that_engines_draft_with_and_else_notes_
 
 def test_slots_of_a_resync_are_as_large_as_its_largest_bucket():
     given = planned()
+    given.recipe.resync.transport = TransportName.disk
     given.recipe.resync.bucket_bytes = 5000
     known = model_facts(given)
     for precision, width in ((Precision.bf16, 2), (Precision.fp32, 4)):
@@ -235,9 +236,14 @@ def test_slots_of_a_resync_are_as_large_as_its_largest_bucket():
         found = with_engines(replace(known, transform=transform), given.recipe, uneven, Hardware())
         assert found.slot_bytes == nbytes
     assert (known.slot_bytes, known.engine, known.transform) == (0, None, None)
-    given.recipe.resync.transport = TransportName.p2p
     total = width * known.parameters.total
-    for bucket_bytes, slot_bytes in ((5000, 5000), (10 * total, total)):
+    for transport, bucket_bytes, slot_bytes in (
+        (TransportName.p2p, 5000, 5000),
+        (TransportName.p2p, 10 * total, total),
+        # Also what is staged for other nodes.
+        (TransportName.ipc, 5000, 10000),
+    ):
+        given.recipe.resync.transport = transport
         given.recipe.resync.bucket_bytes = bucket_bytes
         buckets = buckets_of(known, given.recipe)
         assert [bucket.sent_bytes for bucket in buckets] == [total]

@@ -99,8 +99,8 @@ def with_engines(known: Facts, recipe: Recipe, buckets: Sequence[Bucket], hardwa
         gpu_bytes=round(hardware.gpu_memory_gib * GIB),
         reserve_bytes=round(hardware.reserve_gib * GIB),
     )
-    # With `p2p` the buffers of a trainer rank for all engines together, and those of a rank of an engine. With `ipc` the
-    # slots of a receiver, and what it stages for other nodes.
+    # With `p2p` the buffers of a trainer rank for all engines together, and those of a rank of an engine. With `ipc`
+    # the slots of a receiver, and what it stages for other nodes.
     slot_bytes = stage + NUM_SLOTS * sent
     if (count := BY_MESSAGES.get(recipe.resync.transport)) is not None:
         slot_bytes = count * min(sent, recipe.resync.bucket_bytes)

@@ -30,7 +30,7 @@ from slimrl.resync.p2p.demand import Kept, SentTensor
 from slimrl.resync.p2p.engine_plan import EnginePlans
 from slimrl.resync.transform import Quantize
 
-PLANNED_SETS = 4
+PLANNED_SETS = 2
 
 
 @dataclass
