@@ -1,7 +1,6 @@
 """Buckets and plans: every byte once, bounded, aligned, and over the network once for each node that needs it."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from slimrl.resync.pipeline import copy_rows
 from slimrl.resync.plan import plan_resync
 
 
-def spec(name: str, *shape: int, dtype: str = "float32", fused_group: str | None = None) -> TensorSpec:
-    return TensorSpec(name=name, shape=shape, dtype=dtype, fused_group=fused_group)
+def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype=dtype)
 
 
 def names(buckets) -> list[list[str]]:
@@ -53,34 +52,6 @@ def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():
 def test_a_row_that_does_not_fit_is_refused_with_the_size_that_is_needed():
     with pytest.raises(ValueError, match=r"bucket_bytes: 10 bytes are too few: one row of big needs 12. Use 12 or"):
         cut_buckets([spec("big", 10, 3)], 10)
-
-
-def test_an_atomic_group_stays_together_and_one_that_does_not_fit_is_refused():
-    specs = [spec("a", 3), spec("q", 3, fused_group="g"), spec("kv", 3, fused_group="g"), spec("b", 3)]
-    assert names(cut_buckets(specs, 24)) == [["a"], ["q", "kv"], ["b"]]
-    with pytest.raises(
-        ValueError, match=r"bucket_bytes: 16 bytes are too few: q, kv travel together and need 24. Use 24"
-    ):
-        cut_buckets(specs, 16)
-
-
-def test_tensors_of_an_engines_draft_model_share_no_bucket_with_those_of_its_model():
-    specs = [spec("a", 1), spec("b", 1), replace(spec("eh", 1), mtp=True), replace(spec("norm", 1), mtp=True)]
-    assert names(cut_buckets(specs, 100)) == [["a", "b"], ["eh", "norm"]]
-
-
-def test_deepseek_s_down_projections_which_sglang_fuses_travel_together():
-    hf_config = {**published_config("DeepSeek-V3"), "num_hidden_layers": 5, "n_routed_experts": 8}
-    buckets = names(cut_buckets(family_of(hf_config).hf_tensor_specs(hf_config), 32 * 1024**2))
-    of_bucket = {name: number for number, bucket in enumerate(buckets) for name in bucket}
-    for layer in range(5):
-        pair = [f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
-        assert of_bucket[pair[0]] == of_bucket[pair[1]]
-
-
-def test_an_atomic_group_that_is_torn_apart_is_refused():
-    with pytest.raises(ValueError, match="not neighbours: g"):
-        cut_buckets([spec("q", 3, fused_group="g"), spec("a", 3), spec("kv", 3, fused_group="g")], 16)
 
 
 def test_mixed_dtypes_are_aligned_without_gaps():
