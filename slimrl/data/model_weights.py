@@ -22,9 +22,6 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     """Dtype as in torch, without the prefix: float32, bfloat16."""
-    fused_group: str | None = None
-    """Name of the group of neighbouring tensors that travel in one bucket, because engines fuse them; None for a tensor
-    alone."""
     mtp: bool = False
     """Whether it belongs to a layer for multi-token prediction: engines hold it in their draft model."""
 

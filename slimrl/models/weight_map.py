@@ -66,7 +66,7 @@ class Rule:
     num_experts: int | None = None
     """Number of experts that have the tensor, if the patterns hold {expert}."""
     fused_group: str | None = None
-    """Pattern of a name common to rules whose tensors an engine must receive together."""
+    """Pattern of a name common to rules whose tensors engines hold as one matrix, so that all or none are quantised."""
     mtp: bool = False
     """Whether it belongs to a layer for multi-token prediction, which a checkpoint may lack."""
     quantizable: bool = False
@@ -230,7 +230,6 @@ class WeightMap:
                 name=name,
                 shape=tensor.shape,
                 dtype=tensor.dtype or dtype,
-                fused_group=entry.fused_group,
                 mtp=entry.rule.mtp,
             )
             for entry in self.entries

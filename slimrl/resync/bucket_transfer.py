@@ -31,7 +31,7 @@ class BucketTransfer(Transfer):
         transport: None for the one that the config names.
 
     Raises:
-        ValueError: see `plan_resync`.
+        ValueError: tensors do not go into buckets of this size.
     """
 
     def __init__(
@@ -49,25 +49,18 @@ class BucketTransfer(Transfer):
         transform: Transform | None,
     ) -> None:
         self._source, self._ranks, self._config, self._run_id = source, ranks, config, run_id
-        self._deadline_s, self._transform = deadline_s, transform
-        self._layout = source.layout()
-        self._plan = self._make_plan(engines)
-        self._engines = list(engines)
+        self._deadline_s, self._engines = deadline_s, list(engines)
+        self._plan = plan_resync(source.layout(), ranks.nodes, bucket_bytes=config.bucket_bytes, transform=transform)
         self._transport = transport or make_transport(
             config, self._plan, run_id=run_id, model_dir=model_dir, run_dir=run_dir
         )
         self._pipeline: Pipeline | None = None
 
     def use(self, engines: Sequence[EngineControl]) -> None:
-        plan = self._make_plan(engines)
         self._engines = list(engines)
-        if plan.senders != self._plan.senders:
-            self._close_pipeline()
-            self._plan = plan
 
     def mine(self) -> list[EngineControl]:
-        sender = self._plan.sender(self._ranks.rank)
-        return [engine for engine in self._engines if sender and engine.name in sender.engines]
+        return list(self._engines) if self._ranks.rank == 0 else []
 
     @property
     def sent_bytes(self) -> int:
@@ -127,23 +120,10 @@ class BucketTransfer(Transfer):
                 continue
 
     def close(self) -> None:
-        self._close_pipeline()
-        self._transport.close()
-
-    def _make_plan(self, engines: Sequence[EngineControl]) -> ResyncPlan:
-        return plan_resync(
-            self._layout,
-            self._ranks.nodes,
-            [engine.place for engine in engines],
-            transport=self._config.transport,
-            bucket_bytes=self._config.bucket_bytes,
-            transform=self._transform,
-        )
-
-    def _close_pipeline(self) -> None:
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
+        self._transport.close()
 
 
 def make_transport(config: ResyncConfig, plan: ResyncPlan, *, run_id: str, model_dir: Path, run_dir: Path) -> Transport:

@@ -1,10 +1,10 @@
-"""Messages between the trainer's nodes for one bucket, from the memory of one leader straight into that of another.
+"""Messages for one bucket to the node of rank 0, from the memory of another node's leader straight into rank 0's.
 
 1. Blocks that a node transforms before it passes them on travel as what they became, all others as they are.
-2. Neighbouring blocks with the same source and targets travel as one message. Regions of columns are not contiguous:
-   each is a message of its own, copied at both ends.
-3. The ranks of a node take turns: what goes from one node to another, and what is broadcast, is cut into equal shares,
-   one for each rail, a rank of every node. Rails work side by side, so all network adapters of a node do.
+2. Neighbouring blocks with the same source travel as one message. Regions of columns are not contiguous: each is a
+   message of its own, copied at both ends.
+3. The ranks of a node take turns: what a node sends is cut into equal shares, one for each rail, a rank of every node.
+   Rails work side by side, so all network adapters of a node do.
 """
 
 from collections import Counter
@@ -26,16 +26,11 @@ from slimrl.resync.ranks import other_ranks
 CUT_BYTES = 512
 """Messages are cut at multiples of this in a bucket: NCCL is slow with memory that is not aligned to 16 bytes."""
 
-_Way = tuple[str, str] | None
-"""Source and target of messages; None for broadcasts."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
     source: str
     """Node that has the bytes"""
-    targets: tuple[str, ...]
-    """Nodes that get the bytes: one, or, by broadcast, all others of the trainer"""
     start: int
     stop: int
     """End of the bytes of the bucket that the message spans, excluded"""
@@ -52,11 +47,11 @@ class Message:
 
 
 def messages(plan: ResyncPlan, bucket: Bucket) -> list[Message]:
-    """The messages between nodes for a bucket, in one order for all, in as few as possible."""
+    """The messages for a bucket, in one order for all nodes, in as few as possible."""
     each = [
-        _message(place, source, targets, transformed=bool(block.outputs))
+        _message(place, source, transformed=bool(block.outputs))
         for block in plan.passed_on(bucket)
-        for source, targets in plan.routes(bucket, block)
+        if (source := plan.source(bucket, block)) != plan.target
         for place in block.outputs or [(block.part, block.region)]
     ]
     each.sort(key=lambda message: (message.transformed, message.start))
@@ -65,7 +60,7 @@ def messages(plan: ResyncPlan, bucket: Bucket) -> list[Message]:
         last = joined[-1] if joined else None
         if (
             last is not None
-            and (last.source, last.targets, last.stop) == (message.source, message.targets, message.start)
+            and (last.source, last.stop) == (message.source, message.start)
             and last.transformed is message.transformed
             and last.columns is None is message.columns
         ):
@@ -78,11 +73,15 @@ def messages(plan: ResyncPlan, bucket: Bucket) -> list[Message]:
 class Exchange:
     """The exchange of one rank on its rail. Made by all ranks of the trainer together; those of no rail do nothing.
 
-    Raises RankError: another rank died or is late.
+    Args:
+        target: the node that gets the messages.
+
+    Raises:
+        RankError: another rank died or is late.
     """
 
-    def __init__(self, rails: Sequence[Mapping[str, int]], rank: int, timeout_s: float) -> None:
-        self._rail, self._node, self._ranks = -1, "", rails[0]
+    def __init__(self, rails: Sequence[Mapping[str, int]], target: str, rank: int, timeout_s: float) -> None:
+        self._target, self._rail, self._node, self._ranks = target, -1, "", rails[0]
         self._group: Any = None
         with other_ranks():
             for number, ranks in enumerate(rails):
@@ -108,8 +107,7 @@ class Exchange:
         received: list[tuple[Tensor, Tensor]] = []
         with other_ranks():
             for message in todo:
-                to_all = len(message.targets) > 1
-                if message.rail != self._rail or not (to_all or self._node in (message.source, *message.targets)):
+                if message.rail != self._rail or self._node not in (message.source, self._target):
                     continue
                 memory = _memory_of(gathered, sent, message)
                 is_source = message.source == self._node
@@ -118,11 +116,8 @@ class Exchange:
                     received.append((memory, tensor))
                 # Backends do not know every dtype.
                 data = tensor.view(torch.uint8)
-                if to_all:
-                    dist.broadcast(data, self._ranks[message.source], group=self._group)
-                    continue
                 function = dist.isend if is_source else dist.irecv
-                peer = message.targets[0] if is_source else message.source
+                peer = self._target if is_source else message.source
                 operations.append(dist.P2POp(function, data, self._ranks[peer], group=self._group))
             if operations:
                 for work in dist.batch_isend_irecv(operations):
@@ -136,7 +131,7 @@ class Exchange:
             dist.destroy_process_group(self._group)
 
 
-def _message(place: Place, source: str, targets: tuple[str, ...], *, transformed: bool) -> Message:
+def _message(place: Place, source: str, *, transformed: bool) -> Message:
     part, region = place
     rows, *columns = part.local(region) or (slice(0, 1),)
     row_bytes = part.nbytes // (part.stop - part.start)
@@ -144,7 +139,6 @@ def _message(place: Place, source: str, targets: tuple[str, ...], *, transformed
     fills = all((edge.start, edge.stop) == (0, size) for edge, size in zip(columns, part.shape[1:], strict=True))
     return Message(
         source=source,
-        targets=targets,
         start=start,
         stop=stop,
         transformed=transformed,
@@ -153,29 +147,24 @@ def _message(place: Place, source: str, targets: tuple[str, ...], *, transformed
 
 
 def _shared(todo: Sequence[Message], num_rails: int) -> Iterator[Message]:
-    """The messages, cut so that every rail has an equal share of what goes one way."""
-    ways: Counter[_Way] = Counter()
+    """The messages, cut so that every rail has an equal share of what each node sends."""
+    nbytes: Counter[str] = Counter()
     for message in todo:
-        ways[_way(message)] += message.nbytes
-    shares = {way: -(-nbytes // num_rails) for way, nbytes in ways.items()}
-    done: Counter[_Way] = Counter()
+        nbytes[message.source] += message.nbytes
+    shares = {source: -(-sent // num_rails) for source, sent in nbytes.items()}
+    done: Counter[str] = Counter()
     for message in todo:
-        way, start = _way(message), message.start
+        source, start = message.source, message.start
         while start < message.stop:
-            rail = min(done[way] // max(1, shares[way]), num_rails - 1)
+            rail = min(done[source] // max(1, shares[source]), num_rails - 1)
             stop = message.stop
             if message.columns is None and rail + 1 < num_rails:
-                left = start + (rail + 1) * shares[way] - done[way]
+                left = start + (rail + 1) * shares[source] - done[source]
                 stop = min(stop, -(-left // CUT_BYTES) * CUT_BYTES)
             share = replace(message, start=start, stop=stop, rail=rail)
             yield share
-            done[way] += share.nbytes
+            done[source] += share.nbytes
             start = stop
-
-
-def _way(message: Message) -> _Way:
-    """Broadcasts are one way whatever their source: they reach every node, and fewer are cut."""
-    return (message.source, message.targets[0]) if len(message.targets) == 1 else None
 
 
 def _memory_of(gathered: Tensor, sent: Tensor | None, message: Message) -> Tensor:

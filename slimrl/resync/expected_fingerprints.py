@@ -2,8 +2,8 @@
 
 1. A tensor that reaches the engines unchanged: one holder of each piece hashes it where it lies, with its position in
    the whole, and the hashes are added. So faults of gathering, buffers and transport show.
-2. A tensor that is transformed: who transforms it for the first sender hashes the result. It also hashes the
-   transform's input, which must equal the sum of the pieces' hashes.
+2. A tensor that is transformed: the rank that transforms it hashes the result. It also hashes the transform's input,
+   which must equal the sum of the pieces' hashes.
 
 The hashes of all ranks are added once, at the end of the version.
 """

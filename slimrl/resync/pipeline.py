@@ -1,6 +1,6 @@
 """All buckets of a version: while one is sent and loaded, the next is gathered and transformed.
 
-A sender has two slots that take turns. Without a transform, buckets are gathered straight into them; with one, into a
+Rank 0 has two slots that take turns. Without a transform, buckets are gathered straight into them; with one, into a
 staging buffer from which the transform fills the slots. Other leaders have a slot too, if they transform what they pass
 on.
 
@@ -8,9 +8,8 @@ A bucket's slot is filled in these steps, with a barrier of the node's ranks bet
 
 1. Each rank writes its pieces, each to its final place, in one copy from the live weight that also converts the dtype.
 2. The leader transforms what its node has (transform.py).
-3. Nodes send each other what they lack (exchange.py).
-4. A sender transforms the rest.
-
+3. The other nodes send what rank 0's lacks (exchange.py).
+4. Rank 0 transforms the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +45,6 @@ class Pipeline:
         clean_stale_segments()
         self._plan, self._ranks, self._timeout_s = plan, ranks, timeout_s
         leader = plan.leaders[ranks.nodes[ranks.rank]]
-        sender = plan.sender(ranks.rank)
         self._gatherer = Gatherer(plan, source, ranks.rank)
         self._exchange: Exchange | None = None
         self._messages: list[list[Message]] = []
@@ -59,13 +57,13 @@ class Pipeline:
         try:
             if plan.transform is not None:
                 passes_on = any(message.transformed for todo in self._messages for message in todo)
-                num_slots = NUM_SLOTS if sender else int(passes_on)
+                num_slots = NUM_SLOTS if ranks.rank == 0 else int(passes_on)
                 sent = max((bucket.sent_bytes for bucket in plan.buckets), default=0)
                 self._slots = NodeMemory(ranks, leader, num_slots, sent, run_id, mapped=passes_on)
                 if self._slots.buffers:
                     self._node_transform = NodeTransform(plan, ranks.rank)
             if len(plan.leaders) > 1:
-                self._exchange = Exchange(plan.rails, ranks.rank, timeout_s)
+                self._exchange = Exchange(plan.rails, plan.target, ranks.rank, timeout_s)
         except (OSError, RankError):
             self.close()
             raise
@@ -83,10 +81,10 @@ class Pipeline:
         on_progress: Progress | None,
         record: Record,
     ) -> None:
-        """Gather every bucket and, on the sender, send it.
+        """Gather every bucket and, on rank 0, send it.
 
         Args:
-            send: None on a rank that sends to no engine, or no longer.
+            send: None on other ranks, and where there is no engine.
             record: called for each place whose hashes this rank has to add.
 
         Raises:
@@ -95,7 +93,7 @@ class Pipeline:
         buckets = self._plan.buckets
 
         def send_bucket(number: int) -> None:
-            assert send is not None, "sends to no engine"
+            assert send is not None, "sends nothing"
             send(buckets[number].sent, self._slots.buffers[number % NUM_SLOTS])
 
         pipelined = Pipelined(
@@ -201,7 +199,7 @@ class Gatherer:
     def write(self, number: int, flat: Tensor) -> None:
         """Write this rank's pieces of bucket `number` into the node's memory.
 
-        It has all that the node's ranks hold, and the node needs or passes on, when all of them have returned.
+        It has all that the node gathers when all of its ranks have returned.
         """
         for part, region, piece, _ in self._writes[number]:
             groups = self._source.groups(part.spec.name)

@@ -1,13 +1,13 @@
-"""The part of each rank in a resync: pure functions of the trainer's layout and the engines' nodes.
+"""The part of each rank in a resync in buckets: pure functions of the trainer's layout and nodes.
 
-Each node of the trainer has a leader, its lowest rank. A bucket is gathered in the leader's shared memory. Leaders that
-serve engines are senders: with `ipc` those of the engines' nodes, with other transports rank 0 alone.
+Each node of the trainer has a leader, its lowest rank, in whose shared memory a bucket is gathered: on the node of
+rank 0 whole, on other nodes what they pass on to that one.
 
 1. Each rank writes the pieces that it owns for its node to their place in the leader's memory.
 2. A leader transforms what its node has, if that makes it smaller.
-3. Nodes send each other what the senders' nodes lack: each byte crosses the network once for each node that needs it,
-   never once per rank. All ranks of a node work on that, between the memories of the leaders.
-4. The senders transform the rest and have their engines load the bucket.
+3. The node of rank 0 gets what it lacks: each byte crosses the network once. All ranks of a node work on that, between
+   the memories of the leaders.
+4. Rank 0 transforms the rest and sends the bucket.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,18 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from slimrl.config.schema.resync import TransportName
-from slimrl.data.model_weights import EnginePlace, Place, Region, SourceLayout, SourcePiece, TensorPart
+from slimrl.data.model_weights import Place, Region, SourceLayout, SourcePiece, TensorPart
 from slimrl.resync.buckets import Bucket, Transform, cut_buckets
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sender:
-    rank: int
-    """Rank of the trainer"""
-    node: str
-    engines: tuple[str, ...]
-    """Names of the engines to which the rank sends"""
 
 
 class Block(NamedTuple):
@@ -49,8 +39,12 @@ class ResyncPlan:
     """Pieces of each tensor, by its name"""
     nodes: tuple[str, ...]
     """Name of the node of each trainer rank"""
-    senders: tuple[Sender, ...]
     transform: Transform | None = None
+
+    @property
+    def target(self) -> str:
+        """The node of rank 0."""
+        return self.nodes[0]
 
     @cached_property
     def leaders(self) -> dict[str, int]:
@@ -68,21 +62,17 @@ class ResyncPlan:
             ranks[node].append(rank)
         return tuple(dict(zip(ranks, members, strict=True)) for members in zip(*ranks.values(), strict=False))
 
-    def sender(self, rank: int) -> Sender | None:
-        """The rank as a sender; None for a rank that sends to no engine."""
-        return next((sender for sender in self.senders if sender.rank == rank), None)
-
     def owners(self, piece: SourcePiece) -> Mapping[str, int]:
         """The rank that writes a piece for each node that holds it: the lowest holder there."""
         return self._owners(piece.holders)
 
     def writes(self, bucket: Bucket, rank: int) -> list[Block]:
-        """What a rank writes into its node's memory: what the node needs, or passes on."""
+        """What a rank writes into its node's memory."""
         node = self.nodes[rank]
         return [
             block
             for block in self.blocks(bucket)
-            if self.owners(block.piece).get(node) == rank and self._uses(node, bucket, block)
+            if self.owners(block.piece).get(node) == rank and self.source(bucket, block) == node
         ]
 
     def blocks(self, bucket: Bucket) -> Iterator[Block]:
@@ -96,38 +86,25 @@ class ResyncPlan:
             yield from self._with_outputs(bucket, self._joined(list(self._blocks(part))))
 
     def transforms(self, bucket: Bucket, node: str) -> list[Block]:
-        """What a node transforms before the exchange: what it has, and needs or passes on."""
-        return [
-            block
-            for block in self.passed_on(bucket)
-            if block.outputs and node in self.owners(block.piece) and self._uses(node, bucket, block)
-        ]
+        """What a node transforms before the exchange."""
+        return [block for block in self.passed_on(bucket) if block.outputs and self.source(bucket, block) == node]
 
     def transforms_behind(self, bucket: Bucket) -> list[TensorPart]:
-        """What every sender transforms behind the exchange."""
+        """What rank 0 transforms behind the exchange."""
         if self.transform is None:
             return []
         before = {(block.part.spec.name, block.part.start) for block in self.passed_on(bucket) if block.outputs}
         return [part for part in bucket.gathered if (part.spec.name, part.start) not in before]
 
-    def answers_for(self, bucket: Bucket, block: Block) -> str:
-        """The node that hashes a block before and after its transform: where the first sender has it from."""
-        first = self._needing[0]
-        return next((source for source, targets in self.routes(bucket, block) if first in targets), first)
+    def source(self, bucket: Bucket, block: Block) -> str:
+        """The node that gathers a block: that of rank 0 if it holds the block, otherwise one that passes it on.
 
-    def routes(self, bucket: Bucket, block: Block) -> list[tuple[str, tuple[str, ...]]]:
-        """(source, targets) by which nodes that need a block, and do not hold it, get it.
-
-        Sources take turns along the bucket, so that nodes with the same pieces divide the work.
+        Those take turns along the bucket, so that nodes with the same pieces divide the work.
         """
-        lacking = self._lacking(block.piece.holders)
-        if not lacking:
-            return []
-        holding = list(self.owners(block.piece))
-        first = block.part.offset * len(holding) // bucket.gathered_bytes
-        if len(lacking) > len(holding):
-            return [(holding[first], self._others[holding[first]])]
-        return [(holding[(first + i) % len(holding)], (node,)) for i, node in enumerate(lacking)]
+        owners = self.owners(block.piece)
+        if self.target in owners:
+            return self.target
+        return list(owners)[block.part.offset * len(owners) // bucket.gathered_bytes]
 
     def _blocks(self, part: TensorPart) -> Iterator[Block]:
         for piece in self.pieces[part.spec.name]:
@@ -137,7 +114,7 @@ class ResyncPlan:
                 yield Block(part, (slice(start, stop), *piece.region[1:]) if piece.region else (), piece)
 
     def _joined(self, blocks: list[Block]) -> list[Block]:
-        """Blocks of a part, as one if the same nodes hold each: then their routes are equal."""
+        """Blocks of a part, as one if the same nodes hold each: then their sources are equal."""
         if len(blocks) == 1 or len({tuple(self.owners(block.piece)) for block in blocks}) > 1:
             return blocks
         part = blocks[0].part
@@ -158,34 +135,9 @@ class ResyncPlan:
             result.append(block._replace(outputs=tuple(zip(parts, regions, strict=True))))
         return result
 
-    def _uses(self, node: str, bucket: Bucket, block: Block) -> bool:
-        """Whether a node needs a block, or passes it on."""
-        return node in self._needing or any(source == node for source, _ in self.routes(bucket, block))
-
-    @cached_property
-    def _needing(self) -> tuple[str, ...]:
-        """Nodes that need every bucket whole."""
-        return tuple(sender.node for sender in self.senders)
-
-    @cached_property
-    def _others(self) -> dict[str, tuple[str, ...]]:
-        """Names of all other nodes, for each node."""
-        return {node: tuple(other for other in self.leaders if other != node) for node in self.leaders}
-
     @cached_property
     def _known_owners(self) -> dict[tuple[int, ...], dict[str, int]]:
         return {}
-
-    @cached_property
-    def _known_lacking(self) -> dict[tuple[int, ...], tuple[str, ...]]:
-        return {}
-
-    def _lacking(self, holders: tuple[int, ...]) -> tuple[str, ...]:
-        """Nodes that need a piece of these holders and have none of them."""
-        if holders not in self._known_lacking:
-            holding = self._owners(holders)
-            self._known_lacking[holders] = tuple(node for node in self._needing if node not in holding)
-        return self._known_lacking[holders]
 
     def _owners(self, holders: tuple[int, ...]) -> dict[str, int]:
         """The lowest of these ranks on each node that has one."""
@@ -200,42 +152,21 @@ class ResyncPlan:
 def plan_resync(
     layout: SourceLayout,
     nodes: Sequence[str],
-    engines: Sequence[EnginePlace],
     *,
-    transport: TransportName,
     bucket_bytes: int,
     transform: Transform | None = None,
 ) -> ResyncPlan:
-    """The plan of all resyncs of a run, as long as the engines stay where they are.
+    """The plan of all resyncs of a run.
 
     Args:
         nodes: name of the node of each trainer rank.
 
     Raises:
-        ValueError: tensors do not go into buckets of this size, see `cut_buckets`; or, with `ipc`, an engine is not on
-            one node of the trainer.
+        ValueError: tensors do not go into buckets of this size.
     """
     return ResyncPlan(
         buckets=cut_buckets(list(layout), bucket_bytes, transform),
         pieces={spec.name: pieces for spec, pieces in layout.items()},
         nodes=tuple(nodes),
-        senders=_senders(nodes, engines, transport),
         transform=transform,
-    )
-
-
-def _senders(nodes: Sequence[str], engines: Sequence[EnginePlace], transport: TransportName) -> tuple[Sender, ...]:
-    if transport is not TransportName.ipc:
-        return (Sender(rank=0, node=nodes[0], engines=tuple(engine.name for engine in engines)),)
-    served: dict[str, list[str]] = {}
-    for engine in engines:
-        if len(engine.nodes) > 1 or engine.nodes[0] not in nodes:
-            raise ValueError(
-                f"resync.transport: ipc, but {engine.name} is on {', '.join(engine.nodes)}, the trainer on "
-                f"{', '.join(dict.fromkeys(nodes))}. Use p2p or disk."
-            )
-        served.setdefault(engine.nodes[0], []).append(engine.name)
-    return tuple(
-        Sender(rank=nodes.index(node), node=node, engines=tuple(names))
-        for node, names in sorted(served.items(), key=lambda item: nodes.index(item[0]))
     )

@@ -51,7 +51,7 @@ class ResyncSession:
         transform: of tensors between trainer and engines.
 
     Raises:
-        ValueError: see `plan_resync`.
+        ValueError: `resync.bucket_bytes` is too small, or an engine cannot be reached by the transport.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ResyncSession:
         """Send to these engines from the next version on, also to those that were taken out.
 
         Raises:
-            ValueError: see `plan_resync`.
+            ValueError: an engine cannot be reached by the transport.
         """
         self._transfer.use(engines)
         self._num_engines = len(engines)

@@ -12,12 +12,11 @@ Engines that cannot compute with FP8 get the same values, rounded to FP8 and bac
 
 On the leader of a node each bucket is transformed in two steps:
 
-1. Before the exchange with other nodes: what the node has, and needs or passes on, if it can be transformed there and
-   is smaller then.
-2. Behind it, on a sender: everything else.
+1. Before the exchange with other nodes: what the node gathers, if it can be transformed there and is smaller then.
+2. Behind it, on rank 0: everything else.
 
-Each tensor is hashed once before and after its transform, by the leader from which the first sender has it; so a fault
-of the exchange shows in the engines, whose fingerprints differ.
+Each tensor is hashed once before and after its transform, by the leader that transforms it; so a fault of the exchange
+shows in the engines, whose fingerprints differ.
 """
 
 import re
@@ -35,7 +34,7 @@ from slimrl.models.weight_map import WeightMap
 from slimrl.quantization.fp8 import NOT_FINITE, BlockFp8, TileShape, dequantize, quantize, quantize_batch
 from slimrl.quantization.fp8_tensors import quantized_names
 from slimrl.resync.buckets import Bucket, Transform, rows_of
-from slimrl.resync.plan import Block, ResyncPlan
+from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.report import Clock
 
 Parts = tuple[TensorPart, ...]
@@ -212,31 +211,25 @@ class NodeTransform:
     def __init__(self, plan: ResyncPlan, rank: int) -> None:
         assert plan.transform is not None
         self._transform, self._buckets = plan.transform, plan.buckets
-        node, is_sender = plan.nodes[rank], plan.sender(rank) is not None
-        self._is_first = plan.senders[:1] == (plan.sender(rank),)
-        self._before: list[list[tuple[Block, bool]]] = [
-            [(block, plan.answers_for(bucket, block) == node) for block in plan.transforms(bucket, node)]
-            for bucket in plan.buckets
-        ]
-        self._behind = [plan.transforms_behind(bucket) if is_sender else [] for bucket in plan.buckets]
+        self._before = [plan.transforms(bucket, plan.nodes[rank]) for bucket in plan.buckets]
+        self._behind = [plan.transforms_behind(bucket) if rank == 0 else [] for bucket in plan.buckets]
 
     def before(self, number: int, gathered: Tensor, sent: Tensor, clock: Clock, record: Record) -> ValueError | None:
         """Returns what the transform raised, since other nodes wait for this one in the exchange."""
         blocks = self._before[number]
-        error = self._apply(number, gathered, sent, [(block.part, block.region) for block, _ in blocks], clock)
+        error = self._apply(number, gathered, sent, [(block.part, block.region) for block in blocks], clock)
         if error is None:
             with clock("hash"):
-                for block, answers in blocks:
-                    if answers:
-                        results = [(place, place[0].region_view(sent, place[1])) for place in block.outputs]
-                        value = block.part.region_view(gathered, block.region)
-                        record((block.part, block.region), value, results)
+                for block in blocks:
+                    results = [(place, place[0].region_view(sent, place[1])) for place in block.outputs]
+                    value = block.part.region_view(gathered, block.region)
+                    record((block.part, block.region), value, results)
         return error
 
     def behind(self, number: int, gathered: Tensor, sent: Tensor, clock: Clock, record: Record) -> ValueError | None:
         bucket, parts = self._buckets[number], self._behind[number]
         error = self._apply(number, gathered, sent, [(part, part.region) for part in parts], clock)
-        if error is None and self._is_first:
+        if error is None:
             with clock("hash"):
                 for part in parts:
                     outputs = bucket.outputs(self._transform, part)

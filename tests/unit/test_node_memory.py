@@ -5,8 +5,6 @@ import torch
 from resync_engines import MemoryTransport, Source, config, session, weights
 
 from slimrl import device
-from slimrl.config.schema.resync import TransportName
-from slimrl.data.model_weights import EnginePlace
 from slimrl.quantization.fp8 import BlockFp8
 from slimrl.resync import pipeline
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, CudaBuffer
@@ -20,17 +18,15 @@ pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="counts f
 
 RUN_ID = "no_memory"
 NUM_BUFFERS = 3
-"""Buffers of a sender that quantises: a staging buffer and two slots"""
+"""Buffers of rank 0 where it quantises: a staging buffer and two slots"""
 NUM_EXCHANGES = 3
 """Whether each rank got its staging buffer; where to map it; whether each rank got its slots"""
 
 
 def make_pipeline(ranks: Ranks) -> Pipeline:
     source = Source({"w": torch.ones(32, 16)})
-    plan = plan_resync(
-        source.layout(), ranks.nodes, [EnginePlace(name="engine 0", nodes=("",))], transport=TransportName.ipc,
-        bucket_bytes=1 << 12, transform=Quantize(BlockFp8(block=(16, 16)), ["w"]),
-    )  # fmt: skip
+    transform = Quantize(BlockFp8(block=(16, 16)), ["w"])
+    plan = plan_resync(source.layout(), ranks.nodes, bucket_bytes=1 << 12, transform=transform)
     return Pipeline(plan, source, ranks, run_id=RUN_ID, timeout_s=1.0)
 
 

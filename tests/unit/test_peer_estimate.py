@@ -15,7 +15,7 @@ from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.transform import Quantize
 
 SMOOTH = replace(
-    Machine(), hop_us=0, gather_us=0, load_us=0, settle_us=0, stage_us=0, quantize_us=0, place_us=0, message_us=0,
+    Machine(), gather_us=0, load_us=0, settle_us=0, stage_us=0, quantize_us=0, place_us=0, message_us=0,
     round_us=0,
 )  # fmt: skip
 """Links alone take time."""

@@ -1,13 +1,11 @@
-"""Buckets and plans: every byte once, bounded, aligned, and over the network once for each node that needs it."""
+"""Buckets and plans: every byte once, bounded, aligned, and over the network at most once."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
-from slimrl.config.schema.resync import TransportName
-from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec
+from slimrl.data.model_weights import SourcePiece, TensorSpec
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config
 from slimrl.resync.buckets import cut_buckets, rows_of
@@ -16,8 +14,8 @@ from slimrl.resync.pipeline import copy_rows
 from slimrl.resync.plan import plan_resync
 
 
-def spec(name: str, *shape: int, dtype: str = "float32", fused_group: str | None = None) -> TensorSpec:
-    return TensorSpec(name=name, shape=shape, dtype=dtype, fused_group=fused_group)
+def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype=dtype)
 
 
 def names(buckets) -> list[list[str]]:
@@ -53,34 +51,6 @@ def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():
 def test_a_row_that_does_not_fit_is_refused_with_the_size_that_is_needed():
     with pytest.raises(ValueError, match=r"bucket_bytes: 10 bytes are too few: one row of big needs 12. Use 12 or"):
         cut_buckets([spec("big", 10, 3)], 10)
-
-
-def test_an_atomic_group_stays_together_and_one_that_does_not_fit_is_refused():
-    specs = [spec("a", 3), spec("q", 3, fused_group="g"), spec("kv", 3, fused_group="g"), spec("b", 3)]
-    assert names(cut_buckets(specs, 24)) == [["a"], ["q", "kv"], ["b"]]
-    with pytest.raises(
-        ValueError, match=r"bucket_bytes: 16 bytes are too few: q, kv travel together and need 24. Use 24"
-    ):
-        cut_buckets(specs, 16)
-
-
-def test_tensors_of_an_engines_draft_model_share_no_bucket_with_those_of_its_model():
-    specs = [spec("a", 1), spec("b", 1), replace(spec("eh", 1), mtp=True), replace(spec("norm", 1), mtp=True)]
-    assert names(cut_buckets(specs, 100)) == [["a", "b"], ["eh", "norm"]]
-
-
-def test_deepseek_s_down_projections_which_sglang_fuses_travel_together():
-    hf_config = {**published_config("DeepSeek-V3"), "num_hidden_layers": 5, "n_routed_experts": 8}
-    buckets = names(cut_buckets(family_of(hf_config).hf_tensor_specs(hf_config), 32 * 1024**2))
-    of_bucket = {name: number for number, bucket in enumerate(buckets) for name in bucket}
-    for layer in range(5):
-        pair = [f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
-        assert of_bucket[pair[0]] == of_bucket[pair[1]]
-
-
-def test_an_atomic_group_that_is_torn_apart_is_refused():
-    with pytest.raises(ValueError, match="not neighbours: g"):
-        cut_buckets([spec("q", 3, fused_group="g"), spec("a", 3), spec("kv", 3, fused_group="g")], 16)
 
 
 def test_mixed_dtypes_are_aligned_without_gaps():
@@ -145,12 +115,8 @@ LAYOUT = {
 }
 
 
-def engine(name: str, node: str) -> EnginePlace:
-    return EnginePlace(name=name, nodes=(node,))
-
-
 def carried_out(plan, values):
-    """The plan's buckets played through: content of each node's memory, and bytes that crossed the network."""
+    """The plan's buckets played through: content of the memory of rank 0's node, and bytes that crossed the network."""
     crossed = 0
     memories = []
     for bucket in plan.buckets:
@@ -165,60 +131,44 @@ def carried_out(plan, values):
                 )
                 part.view(memory[node])[part.local(region)] = within[source]
         for block in plan.blocks(bucket):
-            part, region = block.part, block.region
-            for source, targets in plan.routes(bucket, block):
-                here = part.view(memory[source])[part.local(region)]
-                for node in targets:
-                    part.view(memory[node])[part.local(region)] = here
-                    crossed += here.nbytes
-        memories.append(memory)
+            part, place, source = block.part, block.part.local(block.region), plan.source(bucket, block)
+            if source != plan.target:
+                here = part.view(memory[source])[place]
+                part.view(memory[plan.target])[place] = here
+                crossed += here.nbytes
+        memories.append(memory[plan.target])
     return memories, crossed
 
 
 @pytest.mark.parametrize("bucket_bytes", [32, 100, 10_000])
 @pytest.mark.parametrize(
-    ("transport", "nodes", "engine_nodes", "lacking"),
+    ("nodes", "lacking"),
     [
-        # What the sender's node lacks: nothing; the other node's rows and the last tensor; the same, at both ends;
-        (TransportName.ipc, "aaaa", "aa", 0),
-        (TransportName.p2p, "aabb", "xy", 4 * 4 * 4 + 6 * 2 * 4),
-        (TransportName.ipc, "aabb", "ab", 2 * 4 * 4 * 4 + 6 * 2 * 4),
-        (TransportName.ipc, "aabb", "b", 4 * 4 * 4),
-        # each node lacks three quarters of the rows, two of four lack each half of the columns, three the last tensor.
-        (TransportName.ipc, "abcd", "abcd", 3 * 8 * 4 * 4 + 2 * 3 * 4 * 4 + 3 * 6 * 2 * 4),
+        # What the node of rank 0 lacks: nothing; the other node's rows and the last tensor; the same but for one
+        # rank's rows; three quarters of the rows, half of the columns and the last tensor.
+        ("aaaa", 0),
+        ("aabb", 4 * 4 * 4 + 6 * 2 * 4),
+        ("abaa", 2 * 4 * 4),
+        ("abcd", 6 * 4 * 4 + 3 * 2 * 4 + 6 * 2 * 4),
     ],
 )
-def test_senders_have_every_byte_and_each_crosses_once_per_node_that_lacks_it(
-    bucket_bytes, transport, nodes, engine_nodes, lacking
-):
-    engines = [engine(f"engine {i}", node) for i, node in enumerate(engine_nodes)]
-    plan = plan_resync(LAYOUT, nodes, engines, transport=transport, bucket_bytes=bucket_bytes)
+def test_the_node_of_rank_0_has_every_byte_and_what_it_lacked_crossed_once(bucket_bytes, nodes, lacking):
+    plan = plan_resync(LAYOUT, nodes, bucket_bytes=bucket_bytes)
     values = {spec.name: torch.randn(spec.shape) for spec in LAYOUT}
     memories, crossed = carried_out(plan, values)
     assert crossed == lacking
     for bucket, memory in zip(plan.buckets, memories, strict=True):
-        for sender in plan.senders:
-            for part in bucket.gathered:
-                expected = values[part.spec.name][part.start : part.stop]
-                assert torch.equal(part.view(memory[sender.node]), expected)
+        for part in bucket.gathered:
+            assert torch.equal(part.view(memory), values[part.spec.name][part.start : part.stop])
 
 
-def test_leaders_are_the_lowest_ranks_of_their_nodes_and_those_with_engines_send():
-    engines = [engine("engine 0", "b"), engine("engine 1", "c"), engine("engine 2", "b")]
-    plan = plan_resync(LAYOUT, "aabc", engines, transport=TransportName.ipc, bucket_bytes=1000)
+def test_leaders_are_the_lowest_ranks_of_their_nodes():
+    plan = plan_resync(LAYOUT, "aabc", bucket_bytes=1000)
     assert plan.leaders == {"a": 0, "b": 2, "c": 3}
-    assert [(sender.rank, sender.engines) for sender in plan.senders] == [
-        (2, ("engine 0", "engine 2")),
-        (3, ("engine 1",)),
-    ]
-    assert plan.sender(0) is None
-    for transport in set(TransportName) - {TransportName.ipc}:
-        (sender,) = plan_resync(LAYOUT, "aabc", engines, transport=transport, bucket_bytes=1000).senders
-        assert (sender.rank, len(sender.engines)) == (0, 3)
 
 
-def test_a_node_without_a_sender_writes_only_what_it_passes_on():
-    plan = plan_resync(LAYOUT, "aabb", [engine("e", "x")], transport=TransportName.p2p, bucket_bytes=1000)
+def test_other_nodes_than_that_of_rank_0_write_only_what_they_pass_on():
+    plan = plan_resync(LAYOUT, "aabb", bucket_bytes=1000)
     (bucket,) = plan.buckets
     written = [
         sorted((part.spec.name, region[0].start) for part, region, *_ in plan.writes(bucket, rank)) for rank in range(4)
@@ -231,18 +181,18 @@ def test_a_node_without_a_sender_writes_only_what_it_passes_on():
     ]
 
 
-@pytest.mark.parametrize("nodes", [("x",), ("a", "b")])
-def test_ipc_needs_each_engine_on_one_node_of_the_trainer(nodes):
-    place = EnginePlace(name="engine 0", nodes=nodes)
-    with pytest.raises(ValueError, match=r"ipc, but engine 0 is on .*Use p2p or disk"):
-        plan_resync(LAYOUT, "aabb", [place], transport=TransportName.ipc, bucket_bytes=1000)
+def test_nodes_that_hold_the_same_take_turns_to_pass_it_on():
+    layout = {spec(f"w{i}", 2, 2): (piece((0, 2), (0, 2), holders=(1, 2)),) for i in range(4)}
+    plan = plan_resync(layout, "abc", bucket_bytes=1000)
+    (bucket,) = plan.buckets
+    assert [plan.source(bucket, block) for block in plan.blocks(bucket)] == ["b", "b", "c", "c"]
 
 
-def test_neighbouring_blocks_with_one_way_travel_as_one_message():
+def test_neighbouring_blocks_of_one_source_travel_as_one_message():
     layout = {spec(f"expert{i}", 2, 2): (piece((0, 2), (0, 2), holders=(i // 4,)),) for i in range(8)}
     layout[spec("halves", 3, 4)] = tuple(piece((0, 3), (2 * i, 2 * i + 2), holders=(i,)) for i in range(2))
-    plan = plan_resync(layout, "ab", [engine("engine 0", "a")], transport=TransportName.ipc, bucket_bytes=1000)
+    plan = plan_resync(layout, "ab", bucket_bytes=1000)
     (bucket,) = plan.buckets
     first, second = messages(plan, bucket)
-    assert (first.source, first.targets, first.start, first.stop) == ("b", ("a",), 4 * 16, 8 * 16)
+    assert (first.source, first.start, first.stop) == ("b", 4 * 16, 8 * 16)
     assert second.columns is not None

@@ -118,12 +118,14 @@ def assert_loaded(engine, weights):
         assert torch.equal(engine.loaded[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("transport", [None, MemoryTransport])
 @pytest.mark.parametrize(
     ("nodes", "engine_nodes"), [("aabb", "ab"), ("aabb", "a"), ("aabb", "b"), ("abcd", "abcd"), ("abcd", "bd")]
 )
-def test_engines_on_the_trainer_s_nodes_get_what_lies_on_all_of_its_ranks(threads, nodes, engine_nodes):
+def test_engines_on_the_trainer_s_nodes_get_what_lies_on_all_of_its_ranks(threads, nodes, engine_nodes, transport):
     engines = [engine_on(node) for node in engine_nodes]
-    results = resynced(threads, engines, config(bucket_bytes=128), ((1, 1), (5, 2)), nodes=nodes)
+    options = {"transport": lambda _: transport()} if transport else {}
+    results = resynced(threads, engines, config(bucket_bytes=128), ((1, 1), (5, 2)), nodes=nodes, **options)
     for engine in engines:
         assert_loaded(engine, random_weights(2))
         assert (engine.version, engine.calls.count("resume")) == (5, 2)
@@ -178,7 +180,7 @@ def test_what_was_gathered_wrongly_is_named_once_and_no_engine_resumes(threads, 
         threads, engines, config(bucket_bytes=1000), transform=lambda _: transform,
         transport=lambda _: MemoryTransport(),
     )  # fmt: skip
-    # Engines have what was made of it, as the first sender hashed it.
+    # Engines have what was made of it, as it was hashed then.
     assert results[0][0].mismatching == ("gathering: rows",)
     assert not any("resume" in engine.calls for engine in engines)
 

@@ -177,10 +177,11 @@ def test_a_rank_that_died_is_reported_while_an_engine_still_hashes(monkeypatch: 
     resync.close()
 
 
-def test_other_engines_get_the_next_version_and_those_that_went_do_not():
+@pytest.mark.parametrize("transport", [None, MemoryTransport])
+def test_other_engines_get_the_next_version_and_those_that_went_do_not(transport):
     engines = [Engine(f"engine {number}") for number in range(3)]
     source = Source(weights())
-    resync = session(source, engines[:2], config(), run_id="others")
+    resync = session(source, engines[:2], config(), run_id="others", transport=transport and transport())
     assert resync.run(1).mismatching == ()
     resync.use(engines[1:])
     source.weights = weights(2)

@@ -83,9 +83,6 @@ class ThreadDist:
     def barrier(self, group=None):
         group.exchange(self._here.rank, None)
 
-    def broadcast(self, tensor, source, group=None):
-        tensor.copy_(group.exchange(self._here.rank, tensor.clone())[group.ranks.index(source)])
-
     def broadcast_object_list(self, values, src=0, group=None, device=None):
         # As between processes, nobody gets the other's own object.
         sent = group.exchange(self._here.rank, pickle.dumps(values) if self._here.rank == src else None)

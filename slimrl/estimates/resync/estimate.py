@@ -1,11 +1,11 @@
-"""Estimates a resync in buckets, through `ipc` or `disk`: bytes on every kind of link and seconds, from its plan and
-the speeds of the links. peer_estimate.py estimates `p2p`.
+"""Estimates a resync in buckets, through `disk`: bytes on every kind of link and seconds, from its plan and the speeds
+of the links. peer_estimate.py estimates `p2p`.
 
-1. The plan says what each rank writes of a bucket and which messages leaders send; nothing else is simulated.
-   Gathering and sending a bucket each take as long as their busiest link needs.
+1. The plan says what each rank writes of a bucket and which messages nodes send; nothing else is simulated. Gathering
+   and sending a bucket each take as long as their busiest link needs.
 2. Gathering, exchange and transform of a bucket follow each other, and run while the bucket before is sent. A
    bucket takes the longer of the two.
-3. At the end the engines load the last bucket; with `disk` all of them.
+3. At the end the engines load all of them.
 
 Left out: pause, flush and resume, which do not depend on the model's size, verification, and other jobs on the network.
 Engines are assumed to shard the tensors that the trainer shards, and to replicate others.
@@ -20,13 +20,9 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.data.model_weights import EnginePlace
 from slimrl.estimates.resync.gathering import exchange, gather, transform
 from slimrl.estimates.resync.machine import Machine
-from slimrl.estimates.resync.sending import DiskEstimate, IpcEstimate, SendEstimate
+from slimrl.estimates.resync.sending import DiskEstimate
 from slimrl.resync.plan import ResyncPlan
 
-_SENDING: dict[TransportName, type[SendEstimate]] = {
-    TransportName.ipc: IpcEstimate,
-    TransportName.disk: DiskEstimate,
-}
 ESTIMATED = (TransportName.ipc, TransportName.p2p, TransportName.disk)
 """Transports whose bytes follow from the model; those of `delta` follow from what an update changes."""
 
@@ -63,21 +59,15 @@ def estimate(
     engines: Sequence[EnginePlace],
     machine: Machine,
     *,
-    transport: TransportName,
     replicated: Collection[str] = (),
 ) -> BucketEstimate:
     """Bytes and seconds of one version.
 
     Args:
-        engines: those that the plan was made for.
+        engines: all that load it.
         replicated: tensors, by the name under which they are sent, that every rank of an engine holds whole.
-
-    Raises:
-        ValueError: the transport has no buckets whose sizes follow from the model.
     """
-    if transport not in _SENDING:
-        raise ValueError(f"resync.transport: {NOT_ESTIMATED}")
-    sending = _SENDING[transport](plan, engines, machine, frozenset(replicated))
+    sending = DiskEstimate(plan, engines, machine, frozenset(replicated))
     seconds: dict[str, float] = defaultdict(float)
     link_bytes: Counter[str] = Counter()
     total = last_send = 0.0

@@ -29,13 +29,10 @@ class Machine:
     """Bandwidth of one node reading from the shared file system; assumed."""
     disk_read_total_gb_per_s: float = 40.0
     """Bandwidth of all nodes together reading from the shared file system; assumed."""
-    hop_us: float = 25.0
-    """Time that each node adds to a broadcast along a chain: 14 us of latency, as in NCCL's cost model of a ring over
-    the network, and one chunk of 512 KiB at 50 GB/s."""
     gather_us: float = 20.0
     """Time of a rank for one piece, besides the bytes: finding the live weight and launching a copy; assumed."""
     load_us: float = 50.0
-    """Time of an engine rank for one tensor of a bucket, besides the bytes, in SGLang's `load_weights`; assumed."""
+    """Time of an engine rank for one tensor, besides the bytes, in SGLang's `load_weights`; assumed."""
     settle_us: float = 100.0
     """Time of a trainer rank for the scales of one piece of a quantised matrix, besides the bytes: twice the 42 us of
     the same calls on a CPU, for launching a dozen kernels."""

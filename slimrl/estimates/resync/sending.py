@@ -1,8 +1,7 @@
-"""The second half of a bucket, by transport: from the senders into the engines."""
+"""The second half of a bucket: from rank 0 to the disk, and at the end from there into the engines."""
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 
 from slimrl.data.model_weights import EnginePlace
 from slimrl.estimates.resync.machine import GB, Cost, Machine
@@ -10,8 +9,9 @@ from slimrl.resync.buckets import Bucket
 from slimrl.resync.plan import ResyncPlan
 
 
-class SendEstimate:
-    """
+class DiskEstimate:
+    """Rank 0 writes the buckets. Then each node of an engine reads all of it once, and each rank loads its shards.
+
     Args:
         replicated: tensors, by the name under which they are sent, that every rank of an engine holds whole.
     """
@@ -22,57 +22,12 @@ class SendEstimate:
         self._plan, self._engines, self._machine, self._replicated = plan, engines, machine, replicated
 
     def send(self, bucket: Bucket) -> Cost:
-        raise NotImplementedError
-
-    def end(self) -> Cost:
-        """What follows when all buckets are sent."""
-        return Cost()
-
-    def _sharded_and_replicated(self, bucket: Bucket) -> tuple[int, int]:
-        """Bytes of tensors that engines shard over their ranks, and of those that every rank holds whole."""
-        whole = sum(part.nbytes for part in bucket.sent if part.spec.name in self._replicated)
-        return bucket.sent_bytes - whole, whole
-
-    def _load_overhead(self, bucket: Bucket) -> float:
-        return len(bucket.sent) * self._machine.load_us * 1e-6
-
-
-class IpcEstimate(SendEstimate):
-    """Engines copy out of the memory of their node's leader, whose GPU the first rank of one of them shares.
-
-    The call for a bucket is under way while the one before is loaded, so calls take no time of their own.
-    """
-
-    @cached_property
-    def _nodes(self) -> Counter[tuple[int, ...]]:
-        """Ranks of each engine of a node, and how many nodes are like that."""
-        num_ranks = {engine.name: engine.num_ranks for engine in self._engines}
-        return Counter(
-            tuple(num_ranks[name] for name in sender.engines) for sender in self._plan.senders if sender.engines
-        )
-
-    def send(self, bucket: Bucket) -> Cost:
-        sharded, whole = self._sharded_and_replicated(bucket)
-        cost = Cost()
-        for engines, nodes in self._nodes.items():
-            everything = sum(sharded + whole * ranks for ranks in engines)
-            own = sharded // engines[0] + whole
-            remote_seconds = (everything - own) / (self._machine.nvlink_gb_per_s * GB)
-            cost.seconds = max(cost.seconds, self._machine.copy_seconds(own), remote_seconds)
-            cost.link_bytes += Counter(memory=2 * own * nodes, nvlink=(everything - own) * nodes)
-        cost.seconds += self._load_overhead(bucket)
-        return cost
-
-
-class DiskEstimate(SendEstimate):
-    """Rank 0 writes the buckets. Then each node of an engine reads all of it once, and each rank loads its shards."""
-
-    def send(self, bucket: Bucket) -> Cost:
         sent = bucket.sent_bytes
         rate = 1 / self._machine.pcie_gb_per_s + 1 / self._machine.disk_write_gb_per_s
         return Cost(sent * rate / GB, Counter(pcie=sent, disk=sent))
 
     def end(self) -> Cost:
+        """What follows when all buckets are written."""
         machine, buckets = self._machine, self._plan.buckets
         sent = sum(bucket.sent_bytes for bucket in buckets)
         nodes = len({node for engine in self._engines for node in engine.nodes})
@@ -85,3 +40,11 @@ class DiskEstimate(SendEstimate):
         return Cost(
             (read + copies) / GB + overhead, Counter(disk=nodes * sent, pcie=sum(own * ranks for own, ranks in pcie))
         )
+
+    def _sharded_and_replicated(self, bucket: Bucket) -> tuple[int, int]:
+        """Bytes of tensors that engines shard over their ranks, and of those that every rank holds whole."""
+        whole = sum(part.nbytes for part in bucket.sent if part.spec.name in self._replicated)
+        return bucket.sent_bytes - whole, whole
+
+    def _load_overhead(self, bucket: Bucket) -> float:
+        return len(bucket.sent) * self._machine.load_us * 1e-6

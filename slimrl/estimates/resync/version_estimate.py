@@ -6,7 +6,7 @@ from typing import Any, cast
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.model_weights import EnginePlace, SourceLayout
-from slimrl.estimates.resync.estimate import Estimate, estimate
+from slimrl.estimates.resync.estimate import NOT_ESTIMATED, Estimate, estimate
 from slimrl.estimates.resync.machine import Machine
 from slimrl.estimates.resync.peer_estimate import estimate_models, planned_models
 from slimrl.estimates.resync.shared_estimate import estimate_shared
@@ -52,7 +52,7 @@ def estimate_version(
             bucket_bytes=bucket_bytes,
             transform=quantize,
         )
-    plan = plan_resync(
-        layout, trainer_nodes, engines, transport=transport, bucket_bytes=bucket_bytes, transform=transform
-    )
-    return estimate(plan, engines, machine, transport=transport, replicated=replicated)
+    if transport is not TransportName.disk:
+        raise ValueError(f"resync.transport: {NOT_ESTIMATED}")
+    plan = plan_resync(layout, trainer_nodes, bucket_bytes=bucket_bytes, transform=transform)
+    return estimate(plan, engines, machine, replicated=replicated)

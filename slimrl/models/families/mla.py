@@ -68,7 +68,7 @@ def _query_rules(hf_config: dict[str, Any], prefix: LayerPrefix, rows: int) -> t
 
 
 def _linear(prefix: LayerPrefix, megatron: str, hf: str, shape: tuple[int, int], *, down: bool = False) -> Rule:
-    """`down`: whole on every rank; SGLang fuses the down projections, so that they must reach it together."""
+    """`down`: whole on every rank; SGLang fuses the down projections."""
     return Rule(
         megatron=(f"{prefix.megatron}self_attention.{megatron}.weight",),
         hf=(HfTensor(name=f"{prefix.hf}self_attn.{hf}.weight", shape=shape),),

@@ -8,7 +8,7 @@ from slimrl.resync.ipc.shared_buffer import SharedBuffer
 
 
 class Transport(Protocol):
-    """A rank's side of a transport. Every rank has one for the whole run; only senders use it.
+    """A rank's side of a transport. Every rank has one for the whole run; only rank 0 uses it.
 
     A version is: begin, sends, end; or it fails anywhere.
 
@@ -17,8 +17,6 @@ class Transport(Protocol):
     the deadline that the constructor was given.
     """
 
-    overlapping: bool = False
-    """Whether `send` may be called for a bucket before the call for the one before it has returned."""
     written_bytes: int | None = None
     """Size of the files of the version that ended last, without the manifest; None for a transport that writes none."""
     changed_fraction: float | None = None
@@ -31,7 +29,7 @@ class Transport(Protocol):
     def send(self, parts: Sequence[TensorPart], buffer: SharedBuffer) -> None:
         """Send the bucket at the buffer's start to every engine; the buffer is free again on return.
 
-        Called from a thread of its own, for one bucket at a time, or two where the transport is overlapping.
+        Called from a thread of its own, for one bucket at a time.
         """
         ...
 

@@ -39,7 +39,7 @@ class DiskTransport(Transport):
         root: folder of this run's versions; trainer and engines reach it under this path.
         specs: all tensors that will be sent, in order.
         model_dir: checkpoint whose configuration, tokenizer and code go with the weights.
-        local_dir: folder of this run on every node's own disk, for the copies of the engines and the sender's; None
+        local_dir: folder of this run on every node's own disk, for the copies of the engines and of rank 0; None
             without deltas.
     """
 

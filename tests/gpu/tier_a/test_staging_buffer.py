@@ -7,8 +7,7 @@ from machine import choose, cycles_per_s, on_gpu, spin
 from ranks import run_ranks
 
 from slimrl import device
-from slimrl.config.schema.resync import TransportName
-from slimrl.data.model_weights import EnginePlace, SourcePiece, TensorSpec
+from slimrl.data.model_weights import SourcePiece, TensorSpec
 from slimrl.resync.buckets import rows_of
 from slimrl.resync.pipeline import Pipeline
 from slimrl.resync.plan import plan_resync
@@ -72,10 +71,7 @@ def sent_halves(rank, num_ranks, port, rows):
         cycles_per_s()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     source, ranks, seen = HalfSource(rank, rows), Ranks("", TIMEOUT_S), {}
-    plan = plan_resync(
-        source.layout(), ranks.nodes, [EnginePlace(name="engine 0", nodes=("",))], transport=TransportName.ipc,
-        bucket_bytes=rows * COLUMNS * 4, transform=LateCopy(),
-    )  # fmt: skip
+    plan = plan_resync(source.layout(), ranks.nodes, bucket_bytes=rows * COLUMNS * 4, transform=LateCopy())
     assert len(plan.buckets) == NUM_TENSORS
     pipeline = Pipeline(plan, source, ranks, run_id="gpu_suite", timeout_s=TIMEOUT_S)
 
