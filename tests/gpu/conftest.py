@@ -14,7 +14,7 @@ LEFT_OUT = ["tier_b/*", "two/test_replaced_engine.py"] if find_spec("sglang") is
 collect_ignore_glob = LEFT_OUT
 
 TIER_A = (
-    "test_shared_buckets.py",
+    "test_shared_slots.py",
     "test_staging_buffer.py",
     "test_waiting_engine.py",
     "test_absent_peer.py",

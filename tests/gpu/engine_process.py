@@ -1,4 +1,4 @@
-"""An engine in a process of its own, without SGLang: it loads buckets, and receives, by the plugin's own `update`.
+"""An engine in a process of its own, without SGLang: it loads rounds, and receives, by the plugin's own `update`.
 
 The trainer's rank talks to it over a socket, whose path is their meeting point.
 """
@@ -24,11 +24,12 @@ from machine import spin
 from slimrl import device
 from slimrl.data.boxes import Box
 from slimrl.data.engine import EngineError
-from slimrl.data.model_weights import EngineModel, EnginePlace, GroupSpec, TensorPart
-from slimrl.data.peer_messages import Round
+from slimrl.data.model_weights import EngineModel, EnginePlace, GroupSpec
+from slimrl.data.peer_messages import Placed, Round
 from slimrl.engines.plugin import kept_tensors, weight_updates
 from slimrl.engines.plugin.kept_tensors import KeptRegion
 from slimrl.engines.plugin.peer_receiver import plain_rounds
+from slimrl.engines.plugin.shared_rounds import plain_loads
 from slimrl.models.fingerprint import fingerprint
 
 START_S = 120.0
@@ -36,19 +37,13 @@ START_S = 120.0
 
 
 class Weights:
-    """Stands for SGLang's model: parameters by name, which loading copies into, after a while if that is asked for."""
+    """Stands for SGLang's model: parameters by name, found after a while if that is asked for."""
 
     config = SimpleNamespace()
 
     def __init__(self, load_s: float = 0.0) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
         self._load_s = load_s
-
-    def load_weights(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        if self._load_s:
-            spin(self._load_s)
-        for name, value in named:
-            self.loaded.setdefault(name, torch.empty_like(value)).copy_(value)
 
     def regions(self) -> dict[str, list[KeptRegion]]:
         """Takes the place of `kept_regions`: the whole of each tensor."""
@@ -71,12 +66,16 @@ class Served:
     def pid(self) -> int:
         return os.getpid()
 
-    def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
-        self._segments.add(segment)
-        self._update(weight_updates.bucket_payload(segment, parts))
+    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Sequence[Sequence[Placed]]]) -> None:
+        self._segments.update(segment for each in segments.values() for segment in each)
+        (only,) = rounds
+        self._update(weight_updates.map_payload(plain_loads(only), segments))
+
+    def load_round(self, model: EngineModel, version: int, number: int) -> None:
+        self._update(weight_updates.load_payload(model, version, number))
 
     def keep(self, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Have parameters of these shapes and dtypes, which are received over p2p."""
+        """Have parameters of these shapes and dtypes."""
         for name, (shape, dtype) in tensors.items():
             self.model.loaded[name] = torch.zeros(shape, dtype=dtype, device=device.compute_device())
 
@@ -119,7 +118,7 @@ def serve(path: Path, gpu: int = 0, load_s: float = 0.0) -> None:
 
     Args:
         gpu: of those that this process sees.
-        load_s: for which a bucket's loading keeps the stream busy before it copies.
+        load_s: for which each version's loading keeps the stream busy before it copies.
     """
     if device.device_type() == "cuda":
         torch.cuda.set_device(gpu)
@@ -166,6 +165,11 @@ class RemoteEngine:
             raise EngineError(f"{self.name}: {request}: {problem}")
         return answer
 
+    def keep(self, weights: Mapping[str, torch.Tensor]) -> "RemoteEngine":
+        """Have parameters like these weights."""
+        self.ask("keep", {name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()})
+        return self
+
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
@@ -175,8 +179,11 @@ class RemoteEngine:
     def probe(self, timeout_s: float) -> None:
         self.ask("pid")
 
-    def load_shared_bucket(self, segment: str, parts: Sequence[TensorPart]) -> None:
-        self.ask("load_shared_bucket", segment, parts)
+    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Sequence[Sequence[Placed]]]) -> None:
+        self.ask("map_memory", segments, rounds)
+
+    def load_round(self, model: EngineModel, version: int, number: int) -> None:
+        self.ask("load_round", model, version, number)
 
     def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:
         return self.ask("kept", model)

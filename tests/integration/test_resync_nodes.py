@@ -14,6 +14,7 @@ from weight_cases import MOE_LAYOUTS_OF_4, change_layout, join, loaded_chunks
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.quantization.fp8 import BlockFp8, quantize
+from slimrl.resync.ipc.deliveries import ALIGNMENT
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.report import ResyncError
@@ -26,6 +27,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 TIMEOUT_S = 30.0
 BUCKET_BYTES = 10_000
 """Less than the embedding, which is cut into rows."""
+ALIGNED_BYTES = 8 * ALIGNMENT
+"""By which a rank's buffers are larger than a bucket, as messages begin at multiples of ALIGNMENT"""
 FLUSH_S = 0.3
 """How long each engine's cache flush takes, at the second version."""
 
@@ -61,7 +64,7 @@ def resync_to_all_nodes(rank, world_size, port, path, layouts, placements):
                 assert report.stage_seconds["verify"] + FLUSH_S < report.seconds
                 assert report.transfer_seconds > FLUSH_S
                 # Slots of a receiver, and what it stages for other nodes.
-                assert report.peak_extra_bytes <= 2 * BUCKET_BYTES
+                assert report.peak_extra_bytes <= 2 * BUCKET_BYTES + ALIGNED_BYTES
                 sent[layout_name, nodes] = report.buckets
     dist.destroy_process_group()
     left = list(SHARED_MEMORY_DIR.glob(f"slimrl-nodes-*-{os.getpid()}-*"))
@@ -152,6 +155,6 @@ def test_nodes_send_each_other_quantised_weights_from_all_of_their_ranks(tmp_pat
     experts = [value for name, value in load_file(path / "model.safetensors").items() if ".experts." in name]
     codes = sum(value.numel() for value in experts) // 2
     scales = sum(4 * -(-value.shape[0] // 16) * -(-value.shape[1] // 8) for value in experts) // 2
-    # All ranks hold the other tensors too, and share the work.
-    assert codes + scales <= sum(half) < 1.5 * (codes + scales)
-    assert min(half[2:]) > 0.45 * sum(half)
+    # What ranks of node a hold too, they send.
+    assert sum(half) == codes + scales
+    assert half[2] == half[3]

@@ -56,7 +56,7 @@ class Engine:
         self.running = 0
         self.load_s = 0.0
         self.loading = threading.Lock()
-        self._memory_of = None
+        self._places = {}
 
     def probe(self, timeout_s):
         """Answers between two loads, as SGLang does."""
@@ -104,13 +104,13 @@ class Engine:
         with self.loading:
             time.sleep(self.load_s)
             self._note("load")
-            if self._memory_of != (version, model):
+            if (version, model) not in self._places:
                 memory = {name: torch.zeros_like(value) for name, value in self.keeps.items()}
-                self._memory_of, self._places = (version, model), self._regions(model, memory)
-                self.loaded |= {name: memory[name] for name in self._places}
+                regions = self._places[version, model] = self._regions(model, memory)
+                self.loaded |= {name: memory[name] for name in regions}
             for message, offset in self._loads[number]:
                 slot = open_shared(self._segments[message.source][number % 2])
-                place(message.entries, slot[offset:], self._places)
+                place(message.entries, slot[offset:], self._places[version, model])
 
     def take(self, parts, flat):
         """Load a bucket."""

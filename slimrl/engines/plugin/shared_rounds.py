@@ -34,7 +34,8 @@ class SharedRounds:
     def __init__(self, rounds: list[Any], segments: dict[int, list[str]]) -> None:
         self._rounds, self._segments = rounds, segments
         self._mapped: dict[str, Tensor] = {}
-        self._regions: dict[tuple[str, int], dict[str, list[KeptRegion]]] = {}
+        self._version = -1
+        self._regions: dict[str, dict[str, list[KeptRegion]]] = {}
 
     def load(self, model: Any, holder: str, version: int, number: int) -> None:
         """Copy a round into the parameters of one model.
@@ -50,10 +51,12 @@ class SharedRounds:
         from slimrl.engines.plugin.kept_tensors import kept_regions
         from slimrl.engines.plugin.peer_receiver import place
 
-        if (holder, version) not in self._regions:
+        if version != self._version:
             # Parameters may lie elsewhere after a release of memory, between two versions.
-            self._regions = {(holder, version): kept_regions(model)}
-        regions = self._regions[holder, version]
+            self._version, self._regions = version, {}
+        if holder not in self._regions:
+            self._regions[holder] = kept_regions(model)
+        regions = self._regions[holder]
         with torch.no_grad():
             for source, offset, entries in self._rounds[number]:
                 slot = self._slot(self._segments[source], number)

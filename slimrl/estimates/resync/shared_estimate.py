@@ -93,7 +93,13 @@ def estimate_shared(
     for key, each in zip(keys, sets, strict=True):
         if key not in known:
             known[key] = kept_by_receiver(each, dict.fromkeys(each.receivers, models))
-    plans = EnginePlans(tensors, [known[key] for key in keys], num_ranks=None, bucket_bytes=bucket_bytes)
+    plans = EnginePlans(
+        tensors,
+        [known[key] for key in keys],
+        num_ranks=None,
+        bucket_bytes=bucket_bytes,
+        chosen=[each.nearest(trainer_nodes) for each in sets],
+    )
     rounds: list[_Round] = []
     messages: list[int] = []
     entries = 0

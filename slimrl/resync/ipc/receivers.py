@@ -13,6 +13,7 @@ from functools import cached_property
 from slimrl.data.boxes import Box
 from slimrl.data.model_weights import EngineModel, EnginePlace
 from slimrl.resync.p2p.demand import Kept
+from slimrl.resync.p2p.shares import Choice, Holders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,19 @@ class EngineSet:
     def shares_receivers(self) -> bool:
         """Whether several ranks of engines load from the same memory."""
         return sum(map(len, self.receivers.values())) > len(self.ranks)
+
+    def nearest(self, nodes: Sequence[str]) -> Choice:
+        """Chooses the holders on the nodes that need something, if there are any, so that it crosses no network.
+
+        Args:
+            nodes: name of the node of each trainer rank.
+        """
+
+        def choose(holders: Holders, numbers: tuple[int, ...]) -> Holders:
+            near = {nodes[self.ranks[number]] for number in numbers}
+            return tuple(holder for holder in holders if nodes[holder] in near) or holders
+
+        return choose
 
 
 def engine_sets(engines: Sequence[EnginePlace], nodes: Sequence[str]) -> list[EngineSet]:

@@ -194,7 +194,11 @@ class IpcTransfer(Transfer):
                 reports = {name: self._reports.of(digest) for name, digest in digests.items()}
                 known[key] = kept_by_receiver(engines, reports)
         plans = EnginePlans(
-            self._tensors, [known[alike(*each)] for each in planned], num_ranks=None, bucket_bytes=self._bucket_bytes
+            self._tensors,
+            [known[alike(*each)] for each in planned],
+            num_ranks=None,
+            bucket_bytes=self._bucket_bytes,
+            chosen=[engines.nearest(self._ranks.nodes) for engines, _ in planned],
         )
         return {index: rounds_of(plans.of(index), planned[index][0], self._ranks.nodes) for index in indices}
 

@@ -12,7 +12,7 @@ from slimrl.data.model_weights import EngineModel
 from slimrl.data.peer_messages import Round
 from slimrl.resync.p2p.demand import Kept, SentTensor, demands
 from slimrl.resync.p2p.rounds import Slots, plan_rounds
-from slimrl.resync.p2p.shares import Shares
+from slimrl.resync.p2p.shares import Choice, Shares
 
 SLOTS = 2
 """Buffers of each end that take turns."""
@@ -75,6 +75,7 @@ class EnginePlans:
             same object.
         num_ranks: of the trainer; None: it feeds all engines, however many ranks they have.
         bucket_bytes: most bytes that a rank holds beside its weights.
+        chosen: of each engine, see Shares.
 
     Raises:
         ValueError: an engine lacks a tensor.
@@ -87,6 +88,7 @@ class EnginePlans:
         *,
         num_ranks: int | None,
         bucket_bytes: int,
+        chosen: Sequence[Choice] | None = None,
     ) -> None:
         self._specs = [tensor.spec for tensor in tensors]
         self._engines = engines
@@ -98,7 +100,10 @@ class EnginePlans:
             key: [d for model, kept in models.items() for d in demands(tensors, kept, mtp=model is EngineModel.draft)]
             for key, models in alike.items()
         }
-        self._shares = Shares([needed[id(engines[index])] for index in self._heads])
+        self._shares = Shares(
+            [needed[id(engines[index])] for index in self._heads],
+            None if chosen is None else [chosen[index] for index in self._heads],
+        )
         self._slots = Slots(
             engine=bucket_bytes // SLOTS, trainer=bucket_bytes // (SLOTS * max(1, self._shares.most_served()))
         )

@@ -11,7 +11,7 @@ Of the ranks of an engine that keep the same region, the one that has got the le
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from slimrl.data.boxes import Box, cut, rows
 from slimrl.resync.p2p.demand import Demand
 
 Holders = tuple[int, ...]
+
+Choice = Callable[[Holders, tuple[int, ...]], Holders]
 
 
 class Share(NamedTuple):
@@ -41,12 +43,20 @@ class Shares:
 
     Args:
         engines: the demands of each. Engines with the same demands may have the same object.
+        chosen: of each engine, the function that chooses those of a demand's holders that serve it, from them and the
+            ranks that need it; None: all of them do.
     """
 
-    def __init__(self, engines: Sequence[Sequence[Demand]]) -> None:
-        self._engines = engines
+    def __init__(self, engines: Sequence[Sequence[Demand]], chosen: Sequence[Choice] | None = None) -> None:
+        self._engines, self._chosen = engines, chosen
         sizes = {id(needed): _class_bytes(needed) for needed in engines}
-        self._sizes = [sizes[id(needed)] for needed in engines]
+        self._sizes: list[Counter[Holders]] = []
+        """Bytes that each engine needs of each class"""
+        for engine, needed in enumerate(engines):
+            size: Counter[Holders] = Counter()
+            for (holders, ranks), nbytes in sizes[id(needed)].items():
+                size[self._choose(engine, holders, ranks)] += nbytes
+            self._sizes.append(size)
         self._before: list[Counter[Holders]] = []
         """Bytes of each class that earlier engines need, by engine"""
         total: Counter[Holders] = Counter()
@@ -82,21 +92,30 @@ class Shares:
         rows = {holders: _Row(quotas, self._before[engine][holders]) for holders, quotas in self._quotas.items()}
         got: Counter[int] = Counter()
         shares = []
+        known: dict[tuple[Holders, tuple[int, ...]], Holders] = {}
         for demand in self._engines[engine]:
+            key = (demand.holders, demand.ranks)
+            holders = known.get(key)
+            if holders is None:
+                holders = known[key] = self._choose(engine, *key)
             # Most demands have one holder and one rank: those of experts.
-            served = rows[demand.holders].take(demand) if len(demand.holders) > 1 else [(0, demand)]
+            served = rows[holders].take(demand) if len(holders) > 1 else [(0, demand)]
             for number, part in served:
                 several = len(part.ranks) > 1
                 target = min(part.ranks, key=lambda rank: (got[rank], rank)) if several else part.ranks[0]
                 got[target] += part.nbytes
-                shares.append(Share(part.tensor, part.box, part.nbytes, part.holders[number], target, part.ranks))
+                shares.append(Share(part.tensor, part.box, part.nbytes, holders[number], target, part.ranks))
         return shares
 
+    def _choose(self, engine: int, holders: Holders, ranks: tuple[int, ...]) -> Holders:
+        return holders if self._chosen is None else self._chosen[engine](holders, ranks)
 
-def _class_bytes(demands: Sequence[Demand]) -> Counter[Holders]:
-    sizes: Counter[Holders] = Counter()
+
+def _class_bytes(demands: Sequence[Demand]) -> Counter[tuple[Holders, tuple[int, ...]]]:
+    """Bytes by holders and ranks."""
+    sizes: Counter[tuple[Holders, tuple[int, ...]]] = Counter()
     for demand in demands:
-        sizes[demand.holders] += demand.nbytes
+        sizes[demand.holders, demand.ranks] += demand.nbytes
     return sizes
 
 

@@ -31,15 +31,15 @@ def versions_to_engines(rank, num_ranks, port, folder, num_buckets, num_versions
     """Rank 0 sends, ranks 1 to 3 are engines; 2 is killed half way, and 3 takes its place at the version after.
 
     Returns:
-        (buckets sent, bytes of a version, seconds of the fastest version's copying) on rank 0.
+        (rounds sent, bytes of a version, seconds of the fastest version's copying) on rank 0.
     """
     if rank:
         return serve(folder / str(rank))
     if on_gpu():
         torch.cuda.set_device(0)
     places = (("engine 1", "1"), ("engine 2", "2"), ("engine 2", "3"))
-    first, killed, spare = (RemoteEngine(name, folder / place) for name, place in places)
     source = Source(weights(num_buckets))
+    first, killed, spare = (RemoteEngine(name, folder / place).keep(source.weights) for name, place in places)
     engines, last, sent, held, seconds = [first, killed], num_versions // 2, 0, [], []
     sender = session(source, engines)
     for version in range(1, num_versions + 1):
@@ -50,7 +50,8 @@ def versions_to_engines(rank, num_ranks, port, folder, num_buckets, num_versions
         report = sender.run(version)
         assert report.mismatching == ()
         assert list(report.failed_engines) == ([killed.name] if version == last else [])
-        assert report.buckets == num_buckets
+        # A receiver has two slots, each half of a bucket.
+        assert report.buckets >= report.bytes / (bucket_bytes() // 2)
         if version == last:
             engines = [first, spare]
             sender.use(engines)
@@ -65,6 +66,7 @@ def versions_to_engines(rank, num_ranks, port, folder, num_buckets, num_versions
     # The first version allocates, and the one after the replacement does.
     for some in (held[1 : last - 1], held[last + 1 :]):
         assert max(some) - min(some) <= choose(SLACK_BYTES, 0), held
+    # The engine that takes another one's place loads from where that did.
     assert first.ask("num_segments") == spare.ask("num_segments") == 2
     sender.close()
     assert on_gpu() or held_bytes() == 0
@@ -74,12 +76,12 @@ def versions_to_engines(rank, num_ranks, port, folder, num_buckets, num_versions
 
 
 @pytest.mark.proves("lifetime and order of buffers behind CUDA IPC; no memory is lost when an engine dies")
-def test_engines_load_many_buckets_out_of_two_slots_and_one_is_killed_and_replaced(tmp_path, figure):
+def test_engines_load_many_rounds_out_of_two_slots_and_one_is_killed_and_replaced(tmp_path, figure):
     num_buckets, num_versions = choose(20, 4), choose(10, 8)
     sent, nbytes, seconds = run_ranks(
         versions_to_engines, 4, tmp_path, num_buckets, num_versions, timeout_s=150, dying=[2]
     )[0]
-    assert sent == num_buckets * num_versions
+    assert sent > num_buckets * num_versions
     figure(f"resync to two engines {nbytes / 1e9 / seconds:.2f} GB/s, a copy {copy_gb_per_s(bucket_bytes()):.1f} GB/s")
 
 
@@ -94,7 +96,8 @@ def with_expandable_segments(rank, num_ranks, port, folder):
         return serve(folder / str(rank))
     if on_gpu():
         torch.cuda.set_device(0)
-    engine, source = RemoteEngine("engine 1", folder / "1"), Source(weights(3))
+    source = Source(weights(3))
+    engine = RemoteEngine("engine 1", folder / "1").keep(source.weights)
     sender = session(source, [engine])
     mismatching = [sender.run(version).mismatching for version in (1, 2)]
     expandable = [segment for segment in torch.cuda.memory_snapshot() if segment["is_expandable"]] if on_gpu() else []
