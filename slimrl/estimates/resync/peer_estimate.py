@@ -52,7 +52,8 @@ class PeerEstimate(Estimate):
     chain: int
     """Engines of the longest chain in which each passes on what it gets"""
     limit_seconds: float
-    """The larger of what a rank sends and what one keeps, through one adapter, or over NVLink on one node"""
+    """The larger of what a rank sends and what one keeps, through one adapter; over NVLink where nothing crosses the
+    network"""
 
 
 def planned_models(

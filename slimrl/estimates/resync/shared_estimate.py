@@ -140,7 +140,7 @@ def estimate_shared(
         "pass on": sum(step.pass_on for step in steps),
         "load": sum(step.load for step in steps),
     }
-    rate = machine.network_gb_per_s if len(set(trainer_nodes)) > 1 else machine.nvlink_gb_per_s
+    rate = machine.network_gb_per_s if network else machine.nvlink_gb_per_s
     return PeerEstimate(
         tensors=len(layout),
         gathered_bytes=sum(map(spec_bytes, layout)),
