@@ -33,6 +33,12 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator_g
 SYSTEM = "Put the answer in \\boxed{}."
 
 
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder in which nothing has run, so that no model or data set is there."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("agent", "key"),
     [

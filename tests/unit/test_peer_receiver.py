@@ -17,8 +17,14 @@ from peer_world import Parameter, PeerEngine, World, all_at_once
 from slimrl import device
 from slimrl.data.boxes import elements
 from slimrl.data.model_weights import EngineModel, GroupSpec, TensorSpec
-from slimrl.engines.plugin import kept_tensors
-from slimrl.engines.plugin.peer_receiver import FEED_FRACTION, WAIT_FRACTION, parse_rounds, plain_rounds
+from slimrl.engines.plugin import kept_tensors, peer_receiver
+from slimrl.engines.plugin.peer_receiver import (
+    FEED_FRACTION,
+    WAIT_FRACTION,
+    PeerReceiver,
+    parse_rounds,
+    plain_rounds,
+)
 from slimrl.engines.plugin.weight_updates import join_payload, leave_group, receive_payload, update
 from slimrl.resync.p2p.engine_plan import EnginePlans
 from slimrl.resync.p2p.peer_group import GroupError, Move, PeerGroup, serve_store
@@ -546,3 +552,15 @@ def test_a_rank_alone_leaves_a_group_that_it_never_joined():
     assert ranks.kept
     leave_group(ranks)
     assert ranks.kept == {}
+
+
+def test_the_models_of_an_engine_share_the_deadline_of_a_version(monkeypatch):
+    clock, deadlines = iter([100.0, 200.0]), []
+    monkeypatch.setattr(peer_receiver, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(peer_receiver, "PeerGroup", lambda spec, member: None)
+    spec = GroupSpec(name="g", address="", port=1, world_size=2, backend="gloo", timeout_s=10.0)
+    receiver = PeerReceiver(spec, OnlyRank(), {"target": [], "draft": []}, None)
+    monkeypatch.setattr(receiver, "_receive", lambda *given: deadlines.append(given[-1]))
+    for version, model in ((1, "target"), (1, "draft"), (2, "target")):
+        receiver.receive(model, version, {})
+    assert deadlines == [100 + 10 * WAIT_FRACTION] * 2 + [200 + 10 * WAIT_FRACTION]

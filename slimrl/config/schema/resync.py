@@ -8,7 +8,8 @@ from slimrl.config.schema.types import FilePath, Flag, PositiveFloat, PositiveIn
 
 class TransportName(str, Enum):
     ipc = "ipc"
-    """CUDA IPC on a GPU, a named shared-memory segment on a CPU; within one node alone."""
+    """To engines on the trainer's nodes: CUDA IPC on a GPU, named shared memory on a CPU, and between nodes messages of
+    the trainer's ranks."""
     p2p = "p2p"
     """Across nodes: NCCL or gloo, from every trainer rank to the engine ranks that keep what it holds."""
     disk = "disk"
@@ -51,7 +52,7 @@ class ResyncConfig:
     transport: TransportName = TransportName.ipc
     """Transport of weights to the engines; docs/resync.md compares them."""
     bucket_bytes: PositiveInt = 256 * 1024**2
-    """Largest bucket: the most bytes gathered and sent at a time."""
+    """The most bytes that are sent at a time; docs/resync.md says which buffers have this size."""
     verify: VerifyMode = VerifyMode.sampled
     """Comparison of fingerprints of the engines' loaded tensors with the trainer's after each resync."""
     sampled_versions: PositiveInt = 50

@@ -95,6 +95,7 @@ class PeerReceiver:
         self._group: PeerGroup | None = None
         self._feed = Feed(fed, ranks) if fed else None
         self._buffers: list[Tensor] = []
+        self._version, self._deadline = -1, 0.0
         self.received_bytes = 0
         """Bytes that came from other processes in the last version"""
 
@@ -106,14 +107,16 @@ class PeerReceiver:
                 that the others notice.
             ValueError: a message has a region that this rank does not keep.
         """
-        deadline = time.monotonic() + WAIT_FRACTION * self._spec.timeout_s
+        if version != self._version:
+            # One deadline for all models of the engine, as the trainer has.
+            self._version, self._deadline = version, time.monotonic() + WAIT_FRACTION * self._spec.timeout_s
         try:
             if self._group is None:
                 spec = replace(self._spec, timeout_s=WAIT_FRACTION * self._spec.timeout_s)
                 self._group = PeerGroup(spec, self._rank)
             if self._feed is not None:
-                self._feed.begin()
-            self._receive(self._group, self._rounds[holder], version, regions, deadline)
+                self._feed.begin(version)
+            self._receive(self._group, self._rounds[holder], version, regions, self._deadline)
         except BaseException:
             self.close()
             raise
@@ -217,15 +220,16 @@ class Feed:
         self._rank, self._member = ranks.rank, ranks.size + ranks.rank
         self._group: PeerGroup | None = None
         self._failed = False
-        self._deadline = 0.0
+        self._version, self._deadline = -1, 0.0
         self._pending: dict[int, Pending] = {}
 
-    def begin(self) -> None:
-        """Begin a version. All ranks join here, since the group forms only with all of them, and some may have nothing
-        to send before a late round, or never."""
+    def begin(self, version: int) -> None:
+        """Begin a version of one model. All ranks join here, since the group forms only with all of them, and some may
+        have nothing to send before a late round, or never."""
         if self._failed:
             return
-        self._deadline = time.monotonic() + self._spec.timeout_s
+        if version != self._version:
+            self._version, self._deadline = version, time.monotonic() + self._spec.timeout_s
         try:
             if self._group is None:
                 self._group = PeerGroup(self._spec, self._member)
