@@ -5,7 +5,8 @@ them, which continue, start the version again or fail together.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -93,15 +94,24 @@ class Ranks:
             dist.broadcast_object_list(values, src=rank, group=self._group, device=torch.device("cpu"))
         return values[0]
 
-    def scatter_objects(self, source: int, values: Sequence[Any] | None) -> Any:
-        """This rank's one of the values that rank `source` has for each; the others give None."""
+    def exchange_objects(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """The values that other ranks have for this one, by the rank that has them.
+
+        Args:
+            values: those of this rank for others, by the rank that gets them.
+        """
         if self._group is None:
-            assert values is not None, "no values of the only rank"
-            return values[0]
-        received: list[Any] = [None]
+            return dict(values)
+        data = [pickle.dumps(values[rank]) if rank in values else b"" for rank in range(self.size)]
+        sizes, counts = torch.tensor([len(each) for each in data]), torch.empty(self.size, dtype=torch.int64)
         with other_ranks():
-            dist.scatter_object_list(received, values, src=source, group=self._group)
-        return received[0]
+            dist.all_to_all_single(counts, sizes, group=self._group)
+            # A buffer that is not empty, since torch takes no other.
+            sent = torch.frombuffer(bytearray(b"".join((*data, b"."))), dtype=torch.uint8)[:-1]
+            received = torch.empty(int(counts.sum()), dtype=torch.uint8)
+            dist.all_to_all_single(received, sent, counts.tolist(), sizes.tolist(), group=self._group)
+        parts = received.split(counts.tolist())
+        return {rank: pickle.loads(part.numpy().tobytes()) for rank, part in enumerate(parts) if len(part)}
 
     def node_barrier(self) -> None:
         """Barrier of this node's ranks."""

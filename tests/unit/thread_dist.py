@@ -88,10 +88,12 @@ class ThreadDist:
         sent = group.exchange(self._here.rank, pickle.dumps(values) if self._here.rank == src else None)
         values[:] = pickle.loads(sent[group.ranks.index(src)])
 
-    def scatter_object_list(self, received, values, src=0, group=None):
-        mine = self._here.rank == src
-        sent = group.exchange(self._here.rank, [pickle.dumps(value) for value in values] if mine else None)
-        received[0] = pickle.loads(sent[group.ranks.index(src)][group.ranks.index(self._here.rank)])
+    def all_to_all_single(self, received, sent, received_sizes=None, sent_sizes=None, group=None):
+        parts = sent.clone().split(sent_sizes if sent_sizes is not None else 1)
+        of_all = group.exchange(self._here.rank, parts)
+        mine = torch.cat([each[group.ranks.index(self._here.rank)] for each in of_all])
+        assert received_sizes in (None, [len(each[group.ranks.index(self._here.rank)]) for each in of_all])
+        received.copy_(mine)
 
     def P2POp(self, function, tensor, peer, group=None):
         assert {self._here.rank, peer} <= set(group.ranks)

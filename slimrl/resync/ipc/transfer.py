@@ -13,6 +13,7 @@ can continue.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from slimrl.checkpoints.safetensors_file import spec_bytes
@@ -165,24 +166,22 @@ class IpcTransfer(Transfer):
 
     def _make_rounds(self, sync_errors: SyncErrors, planned: _Planned, own: dict[int, _Rounds]) -> None:
         """Plan for this rank's sets of engines, into `own`; learn this rank's part of all sets and allocate for it."""
-
         led = [index for index, (engines, _) in enumerate(planned) if engines.leader == self._ranks.rank]
 
         def plan() -> None:
             own.update(self._rounds_of(planned, led))
 
         together(sync_errors, "planning what each rank sends", plan)
-        models, parts = [], []
-        for index, (engines, _) in enumerate(planned):
-            values = None
-            if index in own:
-                of_rounds = [model for model, _ in own[index]]
-                values = [(of_rounds, part) for part in _parts(own[index], self._ranks.size)]
-            of_rounds, part = self._ranks.scatter_objects(engines.leader, values)
-            models.append(of_rounds)
-            parts.append(part)
+        models = {index: [model for model, _ in rounds] for index, rounds in own.items()}
+        for each in self._ranks.gather_objects(models):
+            models |= each
+        mine: dict[int, list[Deliveries]] = {}
+        for each in self._ranks.exchange_objects(_parts(own)).values():
+            mine |= each
+        count = range(len(planned))
+        parts = [mine.get(index, [()] * len(models[index])) for index in count]
         self._rounds = RankRounds(parts, self._values, self._ranks, run_id=self._run_id, timeout_s=self._deadline_s)
-        self._planned, self._models = planned, models
+        self._planned, self._models = planned, [models[index] for index in count]
 
     def _rounds_of(self, planned: _Planned, indices: Sequence[int]) -> dict[int, _Rounds]:
         """The rounds of some sets, by the set's index."""
@@ -258,11 +257,20 @@ def _end(calls: EngineCalls) -> None:
     calls.each("end_update", lambda engine: engine.end_update())
 
 
-def _parts(rounds: _Rounds, num_ranks: int) -> list[list[Deliveries]]:
-    """The part of each trainer rank in the rounds: the deliveries that it sends or receives."""
-    parts: list[list[list[Delivery]]] = [[[] for _ in rounds] for _ in range(num_ranks)]
-    for number, (_, deliveries) in enumerate(rounds):
-        for each in deliveries:
-            for rank in {each.message.source, *(receiver for receiver, _ in each.places)}:
-                parts[rank][number].append(each)
-    return [[tuple(each) for each in part] for part in parts]
+def _parts(own: Mapping[int, _Rounds]) -> dict[int, dict[int, list[Deliveries]]]:
+    """The part of each trainer rank in the rounds of some sets, by the set's index: the deliveries that it sends or
+    receives. Of those that it receives, it need not know the entries."""
+    parts: dict[int, dict[int, list[list[Delivery]]]] = {}
+    for index, rounds in own.items():
+        for number, (_, deliveries) in enumerate(rounds):
+            for each in deliveries:
+                source = each.message.source
+                bare = each._replace(message=replace(each.message, entries=()))
+                for rank in {source, *(receiver for receiver, _ in each.places)}:
+                    of_rank = parts.setdefault(rank, {})
+                    part = of_rank.setdefault(index, [[] for _ in rounds])
+                    part[number].append(each if rank == source else bare)
+    return {
+        rank: {index: [tuple(each) for each in part] for index, part in of_rank.items()}
+        for rank, of_rank in parts.items()
+    }
