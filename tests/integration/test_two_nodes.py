@@ -230,16 +230,17 @@ def test_an_engine_over_both_nodes_gets_the_weights_on_each_and_generates(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("transport", ["ipc", "disk"])
 def test_a_colocated_engine_over_both_nodes_gives_the_bits_of_one_on_a_node_with_memory_of_its_own(
-    workspace: Workspace, start_nodes: StartNodes
+    workspace: Workspace, start_nodes: StartNodes, transport: str
 ):
     nodes = start_nodes(1, 1)
-    both = ("rollout.num_engines=1", "rollout.engine_tp=2", "resync.transport=disk", "eval.every_steps=1")
+    both = ("rollout.num_engines=1", "rollout.engine_tp=2", f"resync.transport={transport}", "eval.every_steps=1")
     colocated = ("rollout.engine_nodes=2", "rollout.colocated=true", "checkpoint.every_steps=1")
-    more = overrides(workspace, "shared", *both, *colocated)
+    more = overrides(workspace, f"shared-{transport}", *both, *colocated)
     succeed("train", GSPO, *more, "--ray-address", nodes.address, timeout_s=RUN_S)
-    succeed("train", GSPO, *overrides(workspace, "apart", *both), timeout_s=RUN_S)
-    shared, apart = workspace.run_folder("shared"), workspace.run_folder("apart")
+    succeed("train", GSPO, *overrides(workspace, f"apart-{transport}", *both), timeout_s=RUN_S)
+    shared, apart = workspace.run_folder(f"shared-{transport}"), workspace.run_folder(f"apart-{transport}")
     assert len(set(nodes_of_slots(shared))) == len(nodes_of_slots(shared)) == 2
     assert len(set(nodes_of_slots(apart))) == 1
     assert "the trainer has released its memory; starting the engines" in shared.log_file("driver").read_text()
