@@ -200,6 +200,8 @@ class World:
     def calls(self, version: int, send_s: float | None = None) -> dict[tuple[str, int, int], Callable[[], Any]]:
         """What each rank has to do for a version, by ("engine", engine, rank) and ("trainer", engine, sender)."""
         calls: dict[tuple[str, int, int], Callable[[], Any]] = {}
+        for values in self.values:
+            values.settle()
         for index, engine in enumerate(self.engines):
             for rank in range(len(engine.ranks)):
                 calls["engine", index, rank] = lambda index=index, rank=rank: self.receive(index, rank, version)

@@ -8,6 +8,7 @@ import slimrl
 ROOT = Path(slimrl.__file__).parent
 
 PLACES = {
+    "resync/ranks.py": "another rank of the trainer, over the group in which torch exchanges objects too",
     "rollout/episode_worker.py": "the driver, through the Ray of its run",
     "runtime/cluster/episode_workers.py": "an actor that it started",
     "checkpoints/torch_dist/safe_pickle.py": "a checkpoint, of which it makes classes of an allow-list alone",
