@@ -45,10 +45,6 @@ class TensorPart:
         return (self.stop - self.start, *self.spec.shape[1:]) if self.spec.shape else ()
 
     @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == num_rows(self.spec)
-
-    @property
     def region(self) -> "Region":
         """All of the part, as a region of the whole tensor."""
         return (
@@ -199,19 +195,23 @@ class EngineControl(Protocol):
         """Open an update; closes one that was left open."""
         ...
 
-    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Sequence[Sequence[Placed]]]) -> None:
+    def map_memory(
+        self,
+        segments: Mapping[int, Sequence[str]],
+        rounds: Sequence[Mapping[EngineModel, Sequence[Sequence[Placed]]]],
+    ) -> None:
         """Give each rank the plan of what lies where in the trainer's shared memory; it replaces an earlier one.
 
         Args:
             segments: names of files in /dev/shm (CPU) or CUDA IPC handles of the slots of each trainer rank, by its
-                number; round k lies in slot k modulo their count.
-            rounds: of each rank of the engine, in each round the messages that it loads, whose source is the trainer
-                rank in whose slot they lie.
+                number.
+            rounds: of each rank of the engine, by model, the messages that it loads in each round, whose source is the
+                trainer rank in whose slot they lie.
         """
         ...
 
-    def load_round(self, model: EngineModel, version: int, number: int) -> None:
-        """Load a round of one model out of the slots; an update must be open."""
+    def load_round(self, model: EngineModel, number: int, slot: int) -> None:
+        """Load a round of one model out of the slots of this number; an update must be open."""
         ...
 
     def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:

@@ -64,6 +64,15 @@ class Message:
 Round = tuple[Message, ...]
 
 
+ALIGNMENT = 512
+"""Bytes: messages begin at multiples of this in a buffer, since NCCL is slow with memory that is not aligned."""
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that a message takes in a buffer."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 class Placed(NamedTuple):
     """A message in a buffer."""
 

@@ -32,6 +32,8 @@ from slimrl.engines.plugin.peer_receiver import plain_rounds
 from slimrl.engines.plugin.shared_rounds import plain_loads
 from slimrl.models.fingerprint import fingerprint
 
+Rounds = Mapping[EngineModel, Sequence[Sequence[Placed]]]
+
 START_S = 120.0
 """In which a process begins to listen."""
 
@@ -66,13 +68,13 @@ class Served:
     def pid(self) -> int:
         return os.getpid()
 
-    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Sequence[Sequence[Placed]]]) -> None:
+    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Rounds]) -> None:
         self._segments.update(segment for each in segments.values() for segment in each)
         (only,) = rounds
         self._update(weight_updates.map_payload(plain_loads(only), segments))
 
-    def load_round(self, model: EngineModel, version: int, number: int) -> None:
-        self._update(weight_updates.load_payload(model, version, number))
+    def load_round(self, model: EngineModel, number: int, slot: int) -> None:
+        self._update(weight_updates.load_payload(model, slot, number))
 
     def keep(self, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Have parameters of these shapes and dtypes."""
@@ -179,11 +181,11 @@ class RemoteEngine:
     def probe(self, timeout_s: float) -> None:
         self.ask("pid")
 
-    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Sequence[Sequence[Placed]]]) -> None:
+    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Rounds]) -> None:
         self.ask("map_memory", segments, rounds)
 
-    def load_round(self, model: EngineModel, version: int, number: int) -> None:
-        self.ask("load_round", model, version, number)
+    def load_round(self, model: EngineModel, number: int, slot: int) -> None:
+        self.ask("load_round", model, number, slot)
 
     def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:
         return self.ask("kept", model)

@@ -48,11 +48,11 @@ class MemoryEngine:
         (self._loads,) = rounds
         self._slots = {rank: [open_shared(segment) for segment in each] for rank, each in segments.items()}
 
-    def load_round(self, model, version, number):
+    def load_round(self, model, number, slot):
         with torch.no_grad():
-            for message, offset in self._loads[number]:
-                slot = self._slots[message.source][number % 2]
-                place(message.entries, slot[offset:], self.regions)
+            of_model = self._loads[model]
+            for message, offset in of_model[number] if number < len(of_model) else ():
+                place(message.entries, self._slots[message.source][slot][offset:], self.regions)
                 self.seen += message.nbytes
 
     def end_update(self):

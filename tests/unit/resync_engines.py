@@ -77,6 +77,7 @@ class Engine:
 
     def begin_update(self):
         self._note("begin")
+        self._places = {}
 
     def end_update(self):
         self._note("end")
@@ -100,17 +101,18 @@ class Engine:
         (self._loads,) = rounds
         self._segments = segments
 
-    def load_round(self, model, version, number):
+    def load_round(self, model, number, slot):
         with self.loading:
             time.sleep(self.load_s)
             self._note("load")
-            if (version, model) not in self._places:
+            if model not in self._places:
                 memory = {name: torch.zeros_like(value) for name, value in self.keeps.items()}
-                regions = self._places[version, model] = self._regions(model, memory)
+                regions = self._places[model] = self._regions(model, memory)
                 self.loaded |= {name: memory[name] for name in regions}
-            for message, offset in self._loads[number]:
-                slot = open_shared(self._segments[message.source][number % 2])
-                place(message.entries, slot[offset:], self._places[version, model])
+            of_model = self._loads[model]
+            for message, offset in of_model[number] if number < len(of_model) else ():
+                memory = open_shared(self._segments[message.source][slot])
+                place(message.entries, memory[offset:], self._places[model])
 
     def take(self, parts, flat):
         """Load a bucket."""

@@ -197,7 +197,7 @@ ROUNDS = [
     )
     for rank in range(2)
 ]
-LOADS = [[[Placed(message, 512) for message in messages], []] for messages in ROUNDS]
+LOADS = [{EngineModel.target: [[Placed(message, 512) for message in messages], []]} for messages in ROUNDS]
 PLAIN = [{"target": [[(2, rank, (rank,), [("w", "float32", ((rank, rank + 1), (0, 2)))], 8)]]} for rank in range(2)]
 
 
@@ -250,8 +250,8 @@ PLAIN = [{"target": [[(2, rank, (rank,), [("w", "float32", ((rank, rank + 1), (0
                     "target",
                 ),
                 (
-                    lambda c: c.load_round(EngineModel.draft, 7, 2),
-                    [load_payload(EngineModel.draft, 7, 2)] * 2,
+                    lambda c: c.load_round(EngineModel.draft, 7, 1),
+                    [load_payload(EngineModel.draft, 1, 7)] * 2,
                     "draft",
                 ),
                 (

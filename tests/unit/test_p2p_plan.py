@@ -68,7 +68,7 @@ def simulate(plans: EnginePlans, tensors, kept_of, per_node: int = 2):
     }
     sent: Counter[int] = Counter()
     received = []
-    for index in range(len(plans)):
+    for index in range(len(plans.feeders)):
         plan = plans.of(index)
         memories = [
             {name: [torch.zeros([b - a for a, b in box]) for box in boxes] for name, boxes in kept.items()}
@@ -150,7 +150,7 @@ def test_no_rank_holds_more_than_its_slot_in_a_round(seed):
     num_ranks, tensors, engines, bucket_bytes = random_case(seed)
     plans = EnginePlans(tensors, engines, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
     in_slots: Counter[int] = Counter()
-    for index in range(len(plans)):
+    for index in range(len(plans.feeders)):
         plan = plans.of(index)
         most: Counter[int] = Counter()
         for messages in plan.rounds[EngineModel.target]:

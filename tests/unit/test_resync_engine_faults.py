@@ -70,7 +70,7 @@ def test_an_engine_that_dies_is_named_before_what_others_say_of_it():
 
 def test_an_engine_that_fails_twice_is_out_and_the_others_get_the_version():
     class Refusing(Engine):
-        def load_round(self, model, version, number):
+        def load_round(self, model, number, slot):
             self._note("load")
             raise EngineError(f"{self.name}: load: refused")
 
@@ -95,7 +95,7 @@ def test_an_engine_that_died_is_out_at_once():
     class Dying(Engine):
         dead = False
 
-        def load_round(self, model, version, number):
+        def load_round(self, model, number, slot):
             self.dead = True
             raise EngineError(f"{self.name}: load: connection refused")
 
@@ -114,7 +114,7 @@ def test_an_engine_that_died_is_out_at_once():
 
 def test_with_no_engine_left_the_error_names_version_bucket_tensor_and_engine_and_nothing_resumes():
     class Refusing(Engine):
-        def load_round(self, model, version, number):
+        def load_round(self, model, number, slot):
             raise EngineError(f"{self.name}: load: refused")
 
     engine = Refusing("engine 0")

@@ -239,7 +239,7 @@ def test_an_engine_that_refuses_a_bucket_on_one_node_has_all_start_again(threads
 
 def test_an_engine_of_another_node_that_is_taken_out_is_in_the_report_and_the_others_serve(threads):
     class Refusing(Engine):
-        def load_round(self, model, version, number):
+        def load_round(self, model, number, slot):
             raise EngineError(f"{self.name}: refused")
 
     engines = [engine_on("a"), engine_on("b", kind=Refusing)]

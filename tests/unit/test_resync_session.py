@@ -216,10 +216,10 @@ def test_a_bucket_is_gathered_while_the_one_before_is_loaded():
     loading, overlapped = threading.Event(), []
 
     class Slow(Engine):
-        def load_round(self, model, version, number):
+        def load_round(self, model, number, slot):
             loading.set()
             time.sleep(0.05)
-            super().load_round(model, version, number)
+            super().load_round(model, number, slot)
             loading.clear()
 
     class Watched(Source):

@@ -14,7 +14,7 @@ from slimrl.data.peer_messages import Entry, Message, Placed
 from slimrl.engines.plugin import kept_tensors
 from slimrl.engines.plugin.kept_tensors import KeptRegion
 from slimrl.engines.plugin.shared_rounds import plain_loads
-from slimrl.engines.plugin.weight_updates import load_payload, map_payload, update
+from slimrl.engines.plugin.weight_updates import around_end_update, load_payload, map_payload, update
 from slimrl.resync.ipc import shared_buffer
 
 pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="the slots here are files in /dev/shm")
@@ -54,56 +54,89 @@ def placed(offset, *entries):
     return Placed(Message(source=SOURCE, target=0, ranks=(0,), entries=entries, nbytes=0), offset)
 
 
-ROUNDS = [
-    [placed(512, Entry("a", "float32", ((2, 3), (0, 3))), Entry("s", "float32", ()))],
-    [],
-    [placed(0, Entry("a", "float32", ((3, 4), (0, 3))))],
-]
+ROUNDS = {
+    EngineModel.target: [
+        [placed(512, Entry("a", "float32", ((2, 3), (0, 3))), Entry("s", "float32", ()))],
+        [],
+        [placed(0, Entry("a", "float32", ((3, 4), (0, 3))))],
+    ]
+}
 
 
-def test_rounds_are_copied_from_the_slot_of_their_parity_to_every_place(slots, regions):
+def one_round(*messages):
+    return plain_loads({EngineModel.target: [list(messages)]})
+
+
+def load(number, slot):
+    return told(load_payload(EngineModel.target, slot, number))
+
+
+def test_rounds_are_copied_from_their_slots_to_every_place(slots, regions):
     model, ranks = SimpleNamespace(), OnlyRank()
     segments = {SOURCE: [buffer.segment() for buffer in slots]}
     assert update(model, told(map_payload(plain_loads(ROUNDS), segments)), ranks) == (True, "Success")
-    first = slots[0].tensor.view(torch.float32)
-    first[128:132] = torch.tensor([1.0, 2.0, 3.0, 9.0])
-    assert update(model, told(load_payload(EngineModel.target, 5, 0)), ranks) == (True, "Success")
+    first, second = (buffer.tensor.view(torch.float32) for buffer in slots)
+    second[128:132] = torch.tensor([1.0, 2.0, 3.0, 9.0])
+    assert update(model, load(0, 1), ranks) == (True, "Success")
+    second.fill_(-1)
     first[:3] = torch.tensor([4.0, 5.0, 6.0])
-    slots[1].tensor.fill_(255)
-    for number in (1, 2):
-        assert update(model, told(load_payload(EngineModel.target, 5, number)), ranks)[0]
+    # The fourth is one that only others have.
+    for number, slot in ((1, 1), (2, 0), (3, 1)):
+        assert update(model, load(number, slot), ranks) == (True, "Success")
     assert [each.tolist() for each in regions["a"]] == [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]] * 2
     assert regions["s"][0] == 9
     assert model.slimrl_placed_weights is True
-    # Where a parameter lies is found anew for each version.
-    assert len(regions["found"]) == 1
-    update(model, told(load_payload(EngineModel.target, 6, 0)), ranks)
-    assert len(regions["found"]) == 2
+
+
+def test_where_parameters_lie_is_found_anew_in_each_update(slots, regions):
+    model, ranks = SimpleNamespace(), OnlyRank()
+    updater = SimpleNamespace(get_model=lambda: model)
+    segments = {SOURCE: [buffer.segment() for buffer in slots]}
+    update(model, told(map_payload(plain_loads(ROUNDS), segments)), ranks)
+    for count in (1, 2):
+        for number in (0, 2):
+            update(model, load(number, 0), ranks)
+        assert len(regions["found"]) == count
+        around_end_update(lambda updater, *, run_post_load: None, updater, run_post_load=False)
+        assert vars(model) == {}
+
+
+def test_the_copies_of_a_round_have_run_when_the_trainer_is_answered(slots, regions, monkeypatch):
+    """Then it fills the slot again."""
+    model, ranks, order = SimpleNamespace(), OnlyRank(), []
+    segments = {SOURCE: [buffer.segment() for buffer in slots]}
+    update(model, told(map_payload(plain_loads(ROUNDS), segments)), ranks)
+    monkeypatch.setattr(device, "finish_queued_work", lambda: order.append("finished"))
+    monkeypatch.setattr(ranks, "exchange", lambda value: order.append("answered") or [value], raising=False)
+    update(model, load(0, 0), ranks)
+    assert order == ["finished", "answered"]
 
 
 def test_what_cannot_be_loaded_is_told_and_ends_no_engine(slots, regions):
     model, ranks = SimpleNamespace(), OnlyRank()
-    load = told(load_payload(EngineModel.target, 5, 0))
-    assert update(model, load, ranks) == (False, "rank 0: ValueError: this process has no plan of the trainer's slots")
+    assert update(model, load(0, 0), ranks) == (
+        False, "rank 0: ValueError: this process has no plan of the trainer's slots",
+    )  # fmt: skip
     segments = {SOURCE: [buffer.segment() for buffer in slots]}
-    update(model, told(map_payload(plain_loads([[placed(0, Entry("b", "float32", ()))]]), segments)), ranks)
-    assert update(model, load, ranks) == (False, "rank 0: ValueError: this rank does not keep [] of b")
+    update(model, told(map_payload(one_round(placed(0, Entry("b", "float32", ()))), segments)), ranks)
+    assert update(model, load(0, 0), ranks) == (False, "rank 0: ValueError: this rank does not keep [] of b")
+    assert update(model, load(0, 2), ranks) == (False, "rank 0: IndexError: list index out of range")
     for buffer in slots:
         buffer.close()
     update(model, told(map_payload(plain_loads(ROUNDS), segments)), ranks)
-    success, message = update(model, load, ranks)
+    success, message = update(model, load(0, 0), ranks)
     assert not success
     assert message.startswith("rank 0: FileNotFoundError: ")
 
 
 def test_a_plan_replaces_the_one_before(slots, regions):
     model, ranks = SimpleNamespace(), OnlyRank()
+    segments = {SOURCE: [buffer.segment() for buffer in slots]}
     for start in (0, 128):
-        segments = {SOURCE: [buffer.segment() for buffer in slots]}
         entry = Entry("s", "float32", ())
-        update(model, told(map_payload(plain_loads([[placed(4 * start, entry)]]), segments)), ranks)
+        update(model, told(map_payload(one_round(placed(4 * start, entry)), segments)), ranks)
         slots[0].tensor.view(torch.float32)[start] = 1.0 + start
-        update(model, told(load_payload(EngineModel.target, start, 0)), ranks)
+        update(model, load(0, 0), ranks)
         assert regions["s"][0] == 1 + start
 
 
@@ -111,6 +144,6 @@ def test_a_plan_replaces_the_one_before(slots, regions):
 def test_a_segment_that_is_no_buffer_is_told_and_ends_no_engine(regions, segment):
     model, ranks = SimpleNamespace(), OnlyRank()
     update(model, told(map_payload(plain_loads(ROUNDS), {SOURCE: [segment] * 2})), ranks)
-    success, message = update(model, told(load_payload(EngineModel.target, 5, 0)), ranks)
+    success, message = update(model, load(0, 0), ranks)
     assert not success
     assert message.startswith("rank 0: ValueError")

@@ -27,6 +27,16 @@ class Receipt:
         self._tensor.copy_(self._box.get(timeout=TIMEOUT_S))
 
 
+class Sending:
+    """Reads what it sends when it is waited for, as a backend may."""
+
+    def __init__(self, tensor, box):
+        self._tensor, self._box = tensor, box
+
+    def wait(self):
+        self._box.put(self._tensor.clone())
+
+
 class ThreadDist:
     """Stands in for the module; groups are made by all ranks together, in one order."""
 
@@ -100,10 +110,10 @@ class ThreadDist:
         return function, tensor, peer
 
     def batch_isend_irecv(self, operations):
-        receipts = []
-        for function, tensor, peer in operations:
+        works = []
+        for function, tensor, peer in sorted(operations, key=lambda operation: operation[0] != self.isend):
             if function == self.isend:
-                self._boxes[self._here.rank, peer].put(tensor.clone())
+                works.append(Sending(tensor, self._boxes[self._here.rank, peer]))
             else:
-                receipts.append(Receipt(tensor, self._boxes[peer, self._here.rank]))
-        return receipts
+                works.append(Receipt(tensor, self._boxes[peer, self._here.rank]))
+        return works

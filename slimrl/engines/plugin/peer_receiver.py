@@ -27,7 +27,7 @@ from torch import Tensor
 from slimrl import device
 from slimrl.data.boxes import contains, slices_of
 from slimrl.data.model_weights import GroupSpec
-from slimrl.data.peer_messages import Entry, Message, Placed, Round, views
+from slimrl.data.peer_messages import Entry, Message, Placed, Round, aligned, views
 from slimrl.engines.plugin.engine_ranks import EngineRanks
 from slimrl.engines.plugin.kept_tensors import KeptRegion
 from slimrl.resync.p2p.peer_group import GroupError, Move, PeerGroup, Pending
@@ -38,8 +38,6 @@ WAIT_FRACTION = 0.8
 """Part of the trainer's deadline in which a version must have come."""
 FEED_FRACTION = 0.4
 """Part of the trainer's deadline after which an engine that does not take what it is fed is left to the trainer."""
-ALIGNMENT = 512
-"""Bytes: messages begin at multiples of this in a buffer, since NCCL is slow with memory that is not aligned."""
 
 
 def placed(messages: Round) -> list[Placed]:
@@ -47,14 +45,13 @@ def placed(messages: Round) -> list[Placed]:
     result, end = [], 0
     for message in messages:
         result.append(Placed(message, end))
-        end += -(-message.nbytes // ALIGNMENT) * ALIGNMENT
+        end += aligned(message.nbytes)
     return result
 
 
 def buffer_bytes(rounds: Iterable[Round]) -> int:
     """Size of a buffer that holds the messages of each of the rounds."""
-    sizes = (sum(-(-message.nbytes // ALIGNMENT) * ALIGNMENT for message in messages) for messages in rounds)
-    return max(sizes, default=0)
+    return max((sum(aligned(message.nbytes) for message in messages) for messages in rounds), default=0)
 
 
 def plain_rounds(rounds: Sequence[Round]) -> list[Any]:
@@ -96,6 +93,8 @@ class PeerReceiver:
         self._feed = Feed(fed, ranks) if fed else None
         self._buffers: list[Tensor] = []
         self._version, self._deadline = -1, 0.0
+        self._begun: set[str] = set()
+        """Models of which the version has been received, or is"""
         self.received_bytes = 0
         """Bytes that came from other processes in the last version"""
 
@@ -107,15 +106,17 @@ class PeerReceiver:
                 that the others notice.
             ValueError: a message has a region that this rank does not keep.
         """
-        if version != self._version:
-            # One deadline for all models of the engine, as the trainer has.
+        if version != self._version or holder in self._begun:
+            # One deadline for all models of the engine, as the trainer has. A model that comes again is a new attempt.
             self._version, self._deadline = version, time.monotonic() + WAIT_FRACTION * self._spec.timeout_s
+            self._begun.clear()
+        self._begun.add(holder)
         try:
             if self._group is None:
                 spec = replace(self._spec, timeout_s=WAIT_FRACTION * self._spec.timeout_s)
                 self._group = PeerGroup(spec, self._rank)
             if self._feed is not None:
-                self._feed.begin(version)
+                self._feed.begin(self._deadline)
             self._receive(self._group, self._rounds[holder], version, regions, self._deadline)
         except BaseException:
             self.close()
@@ -220,16 +221,20 @@ class Feed:
         self._rank, self._member = ranks.rank, ranks.size + ranks.rank
         self._group: PeerGroup | None = None
         self._failed = False
-        self._version, self._deadline = -1, 0.0
+        self._until = self._deadline = 0.0
         self._pending: dict[int, Pending] = {}
 
-    def begin(self, version: int) -> None:
+    def begin(self, deadline: float) -> None:
         """Begin a version of one model. All ranks join here, since the group forms only with all of them, and some may
-        have nothing to send before a late round, or never."""
+        have nothing to send before a late round, or never.
+
+        Args:
+            deadline: of the engine that feeds.
+        """
         if self._failed:
             return
-        if version != self._version:
-            self._version, self._deadline = version, time.monotonic() + self._spec.timeout_s
+        if deadline != self._until:
+            self._until, self._deadline = deadline, time.monotonic() + self._spec.timeout_s
         try:
             if self._group is None:
                 self._group = PeerGroup(self._spec, self._member)

@@ -28,13 +28,15 @@ _JOIN = "slimrl_join_group"
 _RECEIVE = "slimrl_receive_version"
 _PLACED = "slimrl_placed_weights"
 """Attribute of the engine's model: whether this update has written weights without SGLang's own loading."""
+_REGIONS = "slimrl_kept_regions"
+"""The same: what this process keeps of each tensor, found once for an update."""
 _RECEIVER = "slimrl_receiver"
 """Attribute of the tensor-parallel group, kept by the process for all of its models: PeerReceiver."""
 _SHARED = "slimrl_shared_rounds"
 """The same: SharedRounds"""
 
 
-def map_payload(rounds: list[Any], segments: Mapping[int, Sequence[str]]) -> str:
+def map_payload(rounds: dict[str, list[Any]], segments: Mapping[int, Sequence[str]]) -> str:
     """The message that gives one rank of the engine its part of the plan of the trainer's slots.
 
     Args:
@@ -43,9 +45,13 @@ def map_payload(rounds: list[Any], segments: Mapping[int, Sequence[str]]) -> str
     return _payload({_MAP: rounds, "segments": {rank: list(each) for rank, each in segments.items()}})
 
 
-def load_payload(model: EngineModel, version: int, number: int) -> str:
-    """The message that tells all ranks of the engine to load a round of one model, which lies in the slots."""
-    return _payload({_LOAD: number, "model": model.value, "version": version})
+def load_payload(model: EngineModel, slot: int, number: int) -> str:
+    """The message that tells all ranks of the engine to load a round of one model.
+
+    Args:
+        slot: number of the slot in which it lies.
+    """
+    return _payload({_LOAD: number, "model": model.value, "slot": slot})
 
 
 def join_payload(group: GroupSpec, rounds: dict[str, list[Any]], fed: GroupSpec | None) -> str:
@@ -99,7 +105,7 @@ def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[boo
             ranks.kept[_SHARED] = SharedRounds(value[_MAP], value["segments"])
         else:
             _load(model, value, ranks)
-    except (OSError, ValueError, RuntimeError, KeyError, AssertionError, GroupError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, AssertionError, GroupError) as error:
         # SGLang would end the whole engine; report it to the trainer instead.
         problem = f"{type(error).__name__}: {error}"
     # After our answer the trainer writes the slots again, so the copies must have run.
@@ -134,11 +140,16 @@ def _receive(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> None:
 
 
 def _load(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> None:
+    from slimrl.engines.plugin.kept_tensors import kept_regions
+
     shared: SharedRounds | None = ranks.kept.get(_SHARED)
     if shared is None:
         raise ValueError("this process has no plan of the trainer's slots")
     vars(model)[_PLACED] = True
-    shared.load(model, value["model"], value["version"], value[_LOAD])
+    if _REGIONS not in vars(model):
+        # Of this update: parameters may lie elsewhere in the next one.
+        vars(model)[_REGIONS] = kept_regions(model)
+    shared.load(value["model"], value[_LOAD], value["slot"], vars(model)[_REGIONS])
 
 
 def leave_group(ranks: "EngineRanks") -> None:
@@ -156,6 +167,7 @@ def around_end_update(original: Callable[..., None], updater: Any, *, run_post_l
     load_weights derives them again; after weights that came in another way SGLang is told to do so here.
     """
     model = vars(updater.get_model())
+    model.pop(_REGIONS, None)
     original(updater, run_post_load=run_post_load or model.pop(_PLACED, False))
 
 

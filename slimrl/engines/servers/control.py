@@ -79,11 +79,15 @@ class SglangControl:
             self._call("end_weight_update")
             self._call("begin_weight_update", selector=self._updated)
 
-    def map_memory(self, segments: Mapping[int, Sequence[str]], rounds: Sequence[Sequence[Sequence[Placed]]]) -> None:
+    def map_memory(
+        self,
+        segments: Mapping[int, Sequence[str]],
+        rounds: Sequence[Mapping[EngineModel, Sequence[Sequence[Placed]]]],
+    ) -> None:
         self._update([map_payload(plain_loads(each), segments) for each in rounds])
 
-    def load_round(self, model: EngineModel, version: int, number: int) -> None:
-        self._update([load_payload(model, version, number)] * self.place.num_ranks, model)
+    def load_round(self, model: EngineModel, number: int, slot: int) -> None:
+        self._update([load_payload(model, slot, number)] * self.place.num_ranks, model)
 
     def kept(self, model: EngineModel) -> list[dict[str, list[Box]]]:
         answer = self._checker(kept_tensors.KEPT, None, model)

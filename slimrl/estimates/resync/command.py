@@ -168,8 +168,7 @@ def _print_peers(console: Console, result: PeerEstimate) -> None:
     if result.chain > 1:
         rows.append(("engines in a chain", f"{result.chain:,}"))
     console.print(_table(("of the messages", ""), rows))
-    link = "one adapter" if "network" in result.link_bytes else "NVLink"
-    console.print(f"limit: {_duration(result.limit_seconds)} for the most that a rank sends or keeps, by {link}")
+    console.print(f"limit: {_duration(result.limit_seconds)} for the busiest rank, by its link")
 
 
 def _spread(of: Spread) -> str:

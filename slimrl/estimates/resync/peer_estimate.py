@@ -52,8 +52,8 @@ class PeerEstimate(Estimate):
     chain: int
     """Engines of the longest chain in which each passes on what it gets"""
     limit_seconds: float
-    """The larger of what a rank sends and what one keeps, through one adapter; over NVLink where nothing crosses the
-    network"""
+    """The larger of what a rank sends and what one keeps, through one adapter; with `ipc` of what crosses the network
+    through one adapter, and the former over NVLink"""
 
 
 def planned_models(

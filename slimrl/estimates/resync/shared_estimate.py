@@ -4,13 +4,12 @@ Each engine rank is taken to share its GPU with its receiver. For each round (sl
 
 1. Messages between nodes go over the adapters of both GPUs. Meanwhile each trainer rank writes what it holds for
    receivers of its node, over NVLink or within its GPU, and stages what it sends to other nodes in the next round.
-2. Receivers send on what engines of other nodes keep too.
-3. Engine ranks copy what they keep out of the slots of their node, while the next round is filled. A slot is filled
+2. Engine ranks copy what they keep out of the slots of their node, while the next round is filled. A slot is filled
    again when they have done so.
 
 Each step takes as long as the rank that is busiest in it.
 
-Of many sets of engines that are alike, only some are planned. Then the ranks are taken to send as evenly within each
+Of many nodes whose engines are alike, only some are planned. Then the ranks are taken to send as evenly within each
 round as they do within a version, which the plan sees to.
 """
 
@@ -25,19 +24,18 @@ from slimrl.estimates.resync.peer_estimate import PeerEstimate, Spread, kept_byt
 from slimrl.estimates.resync.peer_pipeline import link_seconds
 from slimrl.estimates.resync.peer_traffic import TRAINER, Gpu, Load, Staging
 from slimrl.resync.ipc.deliveries import Delivery, rounds_of
-from slimrl.resync.ipc.receivers import EngineSet, alike, engine_sets, kept_by_receiver
+from slimrl.resync.ipc.receivers import NodeEngines, alike, kept_by_receiver, node_engines
 from slimrl.resync.p2p.demand import Kept, SentTensor
 from slimrl.resync.p2p.engine_plan import EnginePlans
 from slimrl.resync.transform import Quantize
 
-PLANNED_SETS = 2
+PLANNED_NODES = 2
 
 
 @dataclass
 class _Round:
     between: Load = field(default_factory=Load)
     """Messages between nodes"""
-    passed_on: Load = field(default_factory=Load)
     staged: Staging = field(default_factory=Staging)
     """What is staged for other nodes"""
     written: Staging = field(default_factory=Staging)
@@ -47,15 +45,15 @@ class _Round:
     loaded: Load = field(default_factory=Load)
     """What engine ranks read from slots on other GPUs"""
     regions: Counter[int] = field(default_factory=Counter)
-    """Regions that an engine rank copies, by its receiver"""
+    """Regions that the ranks of engines copy which load from a receiver"""
     placed: Counter[int] = field(default_factory=Counter)
     """Their bytes"""
 
     def even_out(self, weight: float, num_ranks: int, sent: Spread) -> None:
-        """Give what is sent to all sets to the busiest rank as far as it is its part of a whole version.
+        """Give what is sent to all nodes to the busiest rank as far as it is its part of a whole version.
 
         Args:
-            weight: all sets for each that was counted.
+            weight: all nodes for each that was counted.
             sent: bytes that the ranks send of a version.
         """
         part = weight / num_ranks * sent.most / max(1, sent.mean)
@@ -87,34 +85,34 @@ def estimate_shared(
     Raises:
         ValueError: a row of a tensor does not fit into `bucket_bytes`, or an engine is beside no trainer rank.
     """
-    sets = engine_sets(engines, trainer_nodes)
+    nodes = node_engines(engines, trainer_nodes)
     known: dict[tuple[object, ...], Mapping[EngineModel, Sequence[Kept]]] = {}
-    keys = [alike(each, dict.fromkeys(each.receivers, "")) for each in sets]
-    for key, each in zip(keys, sets, strict=True):
+    keys = [alike(node, dict.fromkeys(node.receivers, "")) for node in nodes]
+    for key, node in zip(keys, nodes, strict=True):
         if key not in known:
-            known[key] = kept_by_receiver(each, dict.fromkeys(each.receivers, models))
+            known[key] = kept_by_receiver(node, dict.fromkeys(node.receivers, models))
     plans = EnginePlans(
         tensors,
         [known[key] for key in keys],
         num_ranks=None,
         bucket_bytes=bucket_bytes,
-        chosen=[each.nearest(trainer_nodes) for each in sets],
+        chosen=[node.nearest(trainer_nodes) for node in nodes],
     )
     rounds: list[_Round] = []
     messages: list[int] = []
     entries = 0
     chosen = _chosen(keys)
     for index in chosen:
-        each = sets[index]
-        planned = rounds_of(plans.of(index), each, trainer_nodes)
+        node = nodes[index]
+        planned = [deliveries for of_model in rounds_of(plans.of(index), node).values() for deliveries in of_model]
         rounds += [_Round() for _ in range(len(planned) - len(rounds))]
-        messages.append(sum(len(deliveries) for _, deliveries in planned))
-        for into, (_, deliveries) in zip(rounds, planned, strict=False):
+        messages.append(sum(map(len, planned)))
+        for into, deliveries in zip(rounds, planned, strict=False):
             for delivery in deliveries:
-                _count(into, delivery, each, trainer_nodes)
+                _count(into, delivery, node, trainer_nodes)
                 entries += len(delivery.message.entries)
     sent_by_rank = Spread.of(plans.sent[rank] for rank in range(len(trainer_nodes)))
-    weight = len(sets) / max(1, len(chosen))
+    weight = len(nodes) / max(1, len(chosen))
     staged = sum(one.staged.moved.total() + one.written.moved.total() for one in rounds)
     if weight > 1:
         for one in rounds:
@@ -123,7 +121,7 @@ def estimate_shared(
     steps = [_steps(each, machine) for each in rounds]
     total = Load()
     for one in rounds:
-        for load in (one.between, one.passed_on, one.within, one.loaded):
+        for load in (one.between, one.within, one.loaded):
             total.update(load)
     moved = staged + 2 * sum(one.placed.total() for one in rounds)
     nvlink, network = total.nvlink_in.total(), total.network_in.total()
@@ -137,10 +135,9 @@ def estimate_shared(
         "write": sum(step.write for step in steps),
         "agree": sum(step.agree for step in steps),
         "send": sum(step.send for step in steps),
-        "pass on": sum(step.pass_on for step in steps),
         "load": sum(step.load for step in steps),
     }
-    rate = machine.network_gb_per_s if network else machine.nvlink_gb_per_s
+    limit = max(total.network / machine.network_gb_per_s, max(sent_by_rank.most, spread.most) / machine.nvlink_gb_per_s)
     return PeerEstimate(
         tensors=len(layout),
         gathered_bytes=sum(map(spec_bytes, layout)),
@@ -155,45 +152,40 @@ def estimate_shared(
         messages=max(messages, default=0),
         entries=round(entries * weight),
         chain=1 if engines else 0,
-        limit_seconds=max(sent_by_rank.most, spread.most) / (rate * GB),
+        limit_seconds=limit / GB,
     )
 
 
 def _chosen(keys: Sequence[tuple[object, ...]]) -> list[int]:
-    """Indices of the sets that are planned: of those that are alike, at most PLANNED_SETS."""
-    alike_sets: dict[tuple[object, ...], list[int]] = {}
+    """Indices of the nodes that are planned: of those that are alike, at most PLANNED_NODES."""
+    indices_of: dict[tuple[object, ...], list[int]] = {}
     for index, key in enumerate(keys):
-        alike_sets.setdefault(key, []).append(index)
+        indices_of.setdefault(key, []).append(index)
     return sorted(
         indices[number * len(indices) // count]
-        for indices in alike_sets.values()
-        for count in [min(PLANNED_SETS, len(indices))]
+        for indices in indices_of.values()
+        for count in [min(PLANNED_NODES, len(indices))]
         for number in range(count)
     )
 
 
-def _count(into: _Round, delivery: Delivery, engines: EngineSet, nodes: Sequence[str]) -> None:
-    message, source = delivery.message, delivery.message.source
-    (first, _), *others = delivery.places
-    if nodes[source] == nodes[first]:
+def _count(into: _Round, delivery: Delivery, engines: NodeEngines, nodes: Sequence[str]) -> None:
+    message, receiver, _ = delivery
+    source = message.source
+    if nodes[source] == engines.node:
         into.written.add(source, message)
-        if source != first:
-            into.within.add(_gpu(source), _gpu(first), message.nbytes, same_node=True)
+        if source != receiver:
+            into.within.add(_gpu(source), _gpu(receiver), message.nbytes, same_node=True)
     else:
         into.staged.add(source, message)
-        into.between.add(_gpu(source), _gpu(first), message.nbytes, same_node=False)
-    for receiver, _ in others:
-        into.passed_on.add(_gpu(first), _gpu(receiver), message.nbytes, same_node=False)
-    slots = {nodes[receiver]: receiver for receiver, _ in delivery.places}
+        into.between.add(_gpu(source), _gpu(receiver), message.nbytes, same_node=False)
     for number in message.ranks:
-        receiver = engines.ranks[number]
-        # Each rank of an engine that loads from this receiver.
-        times = sum(ranks.count(receiver) for ranks in engines.receivers.values())
-        slot = slots[nodes[receiver]]
-        into.regions[receiver] += times * len(message.entries)
-        into.placed[receiver] += times * message.nbytes
-        if slot != receiver:
-            into.loaded.add(_gpu(slot), _gpu(receiver), times * message.nbytes, same_node=True)
+        reader = engines.all_receivers[number]
+        times = engines.loading[reader]
+        into.regions[reader] += times * len(message.entries)
+        into.placed[reader] += times * message.nbytes
+        if reader != receiver:
+            into.loaded.add(_gpu(receiver), _gpu(reader), times * message.nbytes, same_node=True)
 
 
 def _gpu(rank: int) -> Gpu:
@@ -208,7 +200,6 @@ class _Steps:
     write: float
     agree: float
     send: float
-    pass_on: float
     load: float
 
 
@@ -220,7 +211,6 @@ def _steps(each: _Round, machine: Machine) -> _Steps:
         write=max(each.written.seconds(machine), link_seconds(each.within, machine)),
         agree=2 * machine.round_us * 1e-6,
         send=link_seconds(each.between, machine),
-        pass_on=link_seconds(each.passed_on, machine),
         load=max(placing, copying, link_seconds(each.loaded, machine)) + machine.round_us * 1e-6,
     )
 
@@ -232,6 +222,6 @@ def _seconds(steps: Sequence[_Steps]) -> float:
     for number, step in enumerate(steps):
         following = steps[number + 1].stage if number + 1 < len(steps) else 0.0
         begin = max(filled, loaded[-2])
-        filled = begin + max(step.send, step.write + following) + step.pass_on + step.agree
+        filled = begin + max(step.send, step.write + following) + step.agree
         loaded.append(max(filled, loaded[-1]) + step.load)
     return loaded[-1]

@@ -1,8 +1,8 @@
 """Which trainer ranks receive what each engine's ranks keep, over the `ipc` transport: a pure function.
 
 A rank of an engine loads from the memory of a trainer rank on its node, its receiver. The ranks of all engines of a
-node take the node's trainer ranks in turn, in the order of both, so those that share a GPU find each other. Engines on
-the same nodes are one set: what several of them keep comes once to each node.
+node take the node's trainer ranks in turn, in the order of both, so those that share a GPU find each other. What
+several of them keep comes to the node once.
 """
 
 from collections import Counter, defaultdict
@@ -12,44 +12,54 @@ from functools import cached_property
 
 from slimrl.data.boxes import Box
 from slimrl.data.model_weights import EngineModel, EnginePlace
-from slimrl.resync.p2p.demand import Kept
-from slimrl.resync.p2p.shares import Choice, Holders
+from slimrl.resync.p2p.demand import Holders, Kept
+from slimrl.resync.p2p.shares import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSet:
-    """Engines on the same nodes."""
+class NodeEngines:
+    """The ranks of engines on one node."""
 
+    node: str
     leader: int
-    """Lowest trainer rank on the first node; it plans for the set and calls its engines"""
-    receivers: Mapping[str, tuple[int, ...]]
-    """The trainer rank from whose memory each rank of an engine loads, by the engine's name"""
+    """Lowest trainer rank of the node, which plans for it"""
+    receivers: Mapping[str, Mapping[int, int]]
+    """By the engine's name, the trainer rank from whose memory each of its ranks here loads"""
 
     @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """All receivers, ascending."""
-        return tuple(sorted({rank for ranks in self.receivers.values() for rank in ranks}))
+    def all_receivers(self) -> tuple[int, ...]:
+        """Ascending"""
+        return tuple(sorted({rank for ranks in self.receivers.values() for rank in ranks.values()}))
 
+    @cached_property
+    def loading(self) -> Counter[int]:
+        """How many ranks of engines have each receiver."""
+        return Counter(rank for ranks in self.receivers.values() for rank in ranks.values())
+
+    @property
     def shares_receivers(self) -> bool:
-        """Whether several ranks of engines load from the same memory."""
-        return sum(map(len, self.receivers.values())) > len(self.ranks)
+        """Whether several ranks of engines have the same receiver."""
+        return max(self.loading.values()) > 1
 
     def nearest(self, nodes: Sequence[str]) -> Choice:
-        """Chooses the holders on the nodes that need something, if there are any, so that it crosses no network.
+        """Chooses the holders on this node, if there are any, so that what they hold crosses no network.
 
         Args:
             nodes: name of the node of each trainer rank.
         """
+        known: dict[Holders, Holders] = {}
 
-        def choose(holders: Holders, numbers: tuple[int, ...]) -> Holders:
-            near = {nodes[self.ranks[number]] for number in numbers}
-            return tuple(holder for holder in holders if nodes[holder] in near) or holders
+        def choose(holders: Holders, _: tuple[int, ...]) -> Holders:
+            if holders not in known:
+                known[holders] = tuple(holder for holder in holders if nodes[holder] == self.node) or holders
+            return known[holders]
 
         return choose
 
 
-def engine_sets(engines: Sequence[EnginePlace], nodes: Sequence[str]) -> list[EngineSet]:
-    """
+def node_engines(engines: Sequence[EnginePlace], nodes: Sequence[str]) -> list[NodeEngines]:
+    """The engines by their nodes, in the order of the trainer's.
+
     Args:
         nodes: name of the node of each trainer rank.
 
@@ -60,7 +70,7 @@ def engine_sets(engines: Sequence[EnginePlace], nodes: Sequence[str]) -> list[En
     for rank, node in enumerate(nodes):
         on_node[node].append(rank)
     turn: Counter[str] = Counter()
-    by_nodes: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
+    by_node: dict[str, dict[str, dict[int, int]]] = defaultdict(dict)
     for engine in engines:
         if missing := [node for node in engine.nodes if node not in on_node]:
             raise ValueError(
@@ -68,42 +78,45 @@ def engine_sets(engines: Sequence[EnginePlace], nodes: Sequence[str]) -> list[En
                 f"{', '.join(on_node)}. Use p2p or disk."
             )
         per_node = engine.num_ranks // len(engine.nodes)
-        receivers = []
         for rank in range(engine.num_ranks):
             node = engine.nodes[rank // per_node]
-            receivers.append(on_node[node][turn[node] % len(on_node[node])])
+            by_node[node].setdefault(engine.name, {})[rank] = on_node[node][turn[node] % len(on_node[node])]
             turn[node] += 1
-        by_nodes.setdefault(engine.nodes, {})[engine.name] = tuple(receivers)
-    return [EngineSet(leader=on_node[where[0]][0], receivers=receivers) for where, receivers in by_nodes.items()]
+    return [
+        NodeEngines(node=node, leader=ranks[0], receivers=by_node[node])
+        for node, ranks in on_node.items()
+        if node in by_node
+    ]
 
 
 def kept_by_receiver(
-    engines: EngineSet, reports: Mapping[str, Mapping[EngineModel, Sequence[Kept]]]
+    engines: NodeEngines, reports: Mapping[str, Mapping[EngineModel, Sequence[Kept]]]
 ) -> dict[EngineModel, list[Kept]]:
-    """The regions that the engines keep of each receiver's memory, by model, in the order of `engines.ranks`.
+    """The regions that the engines keep of each receiver's memory, by model, in the order of `all_receivers`.
 
     Args:
         reports: what each rank of an engine keeps, by the engine's name.
     """
-    numbers = {rank: number for number, rank in enumerate(engines.ranks)}
+    numbers = {rank: number for number, rank in enumerate(engines.all_receivers)}
     result: dict[EngineModel, list[dict[str, list[Box]]]] = {}
     for name, receivers in engines.receivers.items():
         for model, ranks in reports[name].items():
-            merged = result.setdefault(model, [{} for _ in engines.ranks])
-            for receiver, kept in zip(receivers, ranks, strict=True):
+            merged = result.setdefault(model, [{} for _ in engines.all_receivers])
+            for rank, receiver in receivers.items():
                 into = merged[numbers[receiver]]
-                for tensor, boxes in kept.items():
+                for tensor, boxes in ranks[rank].items():
                     into.setdefault(tensor, []).extend(boxes)
     return {model: list(ranks) for model, ranks in result.items()}
 
 
-def alike(engines: EngineSet, digests: Mapping[str, str]) -> tuple[object, ...]:
-    """Equal for sets of engines whose receivers keep the same.
+def alike(engines: NodeEngines, digests: Mapping[str, str]) -> tuple[object, ...]:
+    """Equal for nodes whose receivers keep the same.
 
     Args:
         digests: of what each engine keeps, by its name.
     """
-    first = {rank: number for number, rank in enumerate(engines.ranks)}
+    numbers = {rank: number for number, rank in enumerate(engines.all_receivers)}
     return tuple(
-        (digests[name], tuple(first[rank] for rank in receivers)) for name, receivers in engines.receivers.items()
+        (digests[name], tuple((rank, numbers[receiver]) for rank, receiver in receivers.items()))
+        for name, receivers in engines.receivers.items()
     )

@@ -4,7 +4,7 @@ Once for a set of engines:
 
 1. Each engine says what its ranks keep. Trainer ranks on its nodes, its receivers, get that for it (receivers.py).
 2. The plan is that of `p2p`: which rank sends which region to which receiver in which round (deliveries.py). One rank
-   plans for each set of engines and tells the others their parts.
+   of each node plans for its engines and tells the others their parts.
 3. Receivers allocate their slots, and the engines are told what will lie where in them.
 
 Then for each version, after the pause and the settling of scales, round by round: fill the slots (rank_rounds.py) and
@@ -12,7 +12,8 @@ have the engines load them, while the next round is filled. After a fault the ve
 can continue.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,23 +22,18 @@ from slimrl.config.schema.resync import PauseMode
 from slimrl.data.model_weights import EngineControl, EngineModel, WeightSource
 from slimrl.resync.engine_calls import EngineCalls, fan_out
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
-from slimrl.resync.ipc.deliveries import Deliveries, Delivery, loads_of, rounds_of
+from slimrl.resync.ipc.deliveries import Delivery, NodeRounds, loads_of, rounds_of
 from slimrl.resync.ipc.rank_rounds import RankRounds
-from slimrl.resync.ipc.receivers import EngineSet, alike, engine_sets, kept_by_receiver
+from slimrl.resync.ipc.receivers import NodeEngines, alike, kept_by_receiver, node_engines
 from slimrl.resync.p2p.demand import Kept, sent_tensors
-from slimrl.resync.p2p.engine_plan import EnginePlans
-from slimrl.resync.p2p.kept_reports import KeptReports
+from slimrl.resync.p2p.engine_plan import SLOTS, EnginePlans
+from slimrl.resync.p2p.kept_reports import KeptReports, Report
 from slimrl.resync.p2p.sent_values import SentValues
 from slimrl.resync.ranks import Ranks, StartAgain, sync_errors_across_ranks
 from slimrl.resync.report import Clock
 from slimrl.resync.steps import Pipelined, together
 from slimrl.resync.transfer import Progress, SyncErrors, Transfer
 from slimrl.resync.transform import Quantize
-
-_Rounds = list[tuple[EngineModel, Deliveries]]
-"""The rounds of a set of engines, with the model that each is for"""
-_Planned = list[tuple[EngineSet, dict[str, str]]]
-"""Sets of engines, and the digest of what each of their engines keeps"""
 
 
 class IpcTransfer(Transfer):
@@ -73,16 +69,19 @@ class IpcTransfer(Transfer):
         self._values = SentValues(source, self._tensors, transform, ranks)
         self._reports = KeptReports(self._tensors, ranks)
         self._engines: list[EngineControl] = []
-        self._planned: _Planned = []
-        self._models: list[list[EngineModel]] = []
-        """The model of each round of each set"""
+        self._nodes: list[NodeEngines] = []
+        """The engines of each node, as planned"""
+        self._digests: dict[str, str] = {}
+        """Of what each planned engine keeps, by its name"""
+        self._models: list[EngineModel] = []
+        """The model of each round"""
         self._mapped: set[str] = set()
         """This rank's engines that have the plan"""
-        self._rounds: RankRounds | None = None
+        self._rounds = RankRounds(self._values, ranks, run_id=run_id, timeout_s=deadline_s)
         self.use(engines)
 
     def use(self, engines: Sequence[EngineControl]) -> None:
-        engine_sets([engine.place for engine in engines], self._ranks.nodes)
+        self._on_nodes(engines)
         kept = {engine.name for engine in engines if engine in self._engines}
         gone = {engine.name for engine in [*self._engines, *engines]} - kept
         self._reports.forget(gone)
@@ -90,9 +89,12 @@ class IpcTransfer(Transfer):
         self._engines = list(engines)
 
     def mine(self) -> list[EngineControl]:
-        sets = engine_sets([engine.place for engine in self._engines], self._ranks.nodes)
-        names = {name for each in sets if each.leader == self._ranks.rank for name in each.receivers}
-        return [engine for engine in self._engines if engine.name in names]
+        """Those whose first node this rank leads."""
+        leaders = {node.node: node.leader for node in self._on_nodes(self._engines)}
+        return [engine for engine in self._engines if leaders[engine.place.nodes[0]] == self._ranks.rank]
+
+    def _on_nodes(self, engines: Sequence[EngineControl]) -> list[NodeEngines]:
+        return node_engines([engine.place for engine in engines], self._ranks.nodes)
 
     @property
     def sent_bytes(self) -> int:
@@ -100,15 +102,15 @@ class IpcTransfer(Transfer):
 
     @property
     def parts(self) -> int:
-        return max(map(len, self._models), default=0)
+        return len(self._models)
 
     @property
     def nbytes(self) -> int:
-        return self._rounds.nbytes if self._rounds else 0
+        return self._rounds.nbytes
 
     @property
     def sent_by_rank(self) -> int:
-        return self._rounds.sent_bytes if self._rounds else 0
+        return self._rounds.sent_bytes
 
     def run(
         self,
@@ -130,8 +132,7 @@ class IpcTransfer(Transfer):
                     self._connect(sync_errors, calls)
                 with clock("transform"):
                     together(sync_errors, "quantising", self._values.settle)
-                if self._rounds is not None:
-                    self._send(self._rounds, version, calls, sync_errors, clock, on_progress)
+                self._send(calls, sync_errors, clock, on_progress)
                 with clock("activate"):
                     together(sync_errors, "after the last round", partial(_end, calls))
                 with clock("hash"):
@@ -141,9 +142,8 @@ class IpcTransfer(Transfer):
                 continue
 
     def close(self) -> None:
-        if self._rounds is not None:
-            self._rounds.close()
-        self._rounds, self._planned, self._models = None, [], []
+        self._rounds.close()
+        self._nodes, self._digests, self._models = [], {}, []
         self._mapped.clear()
 
     def _prepare(self, calls: EngineCalls) -> None:
@@ -156,98 +156,95 @@ class IpcTransfer(Transfer):
     def _connect(self, sync_errors: SyncErrors, calls: EngineCalls) -> None:
         """Plan anew if these are other engines than before, and give the plan to those that lack it."""
         digests = self._reports.share()
-        sets = engine_sets([e.place for e in self._engines if e.name in digests], self._ranks.nodes)
-        planned = [(each, {name: digests[name] for name in each.receivers}) for each in sets]
-        own: dict[int, _Rounds] = {}
-        if planned != self._planned:
-            self.close()
-            self._make_rounds(sync_errors, planned, own)
-        together(sync_errors, "giving the engines their plan", partial(self._map, calls, own))
+        nodes = self._on_nodes([engine for engine in self._engines if engine.name in digests])
+        planned: dict[str, NodeRounds] = {}
+        if nodes != self._nodes or digests != self._digests:
+            self._nodes, self._digests, self._models = nodes, digests, []
+            self._mapped.clear()
+            try:
+                self._make_rounds(sync_errors, planned)
+            except Exception:
+                # The next attempt plans again.
+                self.close()
+                raise
+        together(sync_errors, "giving the engines their plan", partial(self._map, calls, planned))
 
-    def _make_rounds(self, sync_errors: SyncErrors, planned: _Planned, own: dict[int, _Rounds]) -> None:
-        """Plan for this rank's sets of engines, into `own`; learn this rank's part of all sets and allocate for it."""
-        led = [index for index, (engines, _) in enumerate(planned) if engines.leader == self._ranks.rank]
+    def _make_rounds(self, sync_errors: SyncErrors, planned: dict[str, NodeRounds]) -> None:
+        """Plan for the engines of this rank's node, if it leads one, into `planned`; and follow this rank's part of all
+        plans."""
+        own = {node.node for node in self._nodes if node.leader == self._ranks.rank}
+        together(sync_errors, "planning what each rank sends", partial(self._plan, own, planned))
+        counts: Counter[EngineModel] = Counter()
+        for each in self._ranks.gather_objects([_counts(planned[node]) for node in own]):
+            for count in each:
+                counts |= count
+        self._models = [model for model in EngineModel for _ in range(counts[model])]
+        rounds: list[list[Delivery]] = [[] for _ in self._models]
+        parts = _parts([planned[node] for node in own], counts)
+        for part in self._ranks.exchange_objects(parts).values():
+            for number, deliveries in part.items():
+                rounds[number] += deliveries
+        self._rounds.use([tuple(each) for each in rounds])
 
-        def plan() -> None:
-            own.update(self._rounds_of(planned, led))
-
-        together(sync_errors, "planning what each rank sends", plan)
-        models = {index: [model for model, _ in rounds] for index, rounds in own.items()}
-        for each in self._ranks.gather_objects(models):
-            models |= each
-        mine: dict[int, list[Deliveries]] = {}
-        for each in self._ranks.exchange_objects(_parts(own)).values():
-            mine |= each
-        count = range(len(planned))
-        parts = [mine.get(index, [()] * len(models[index])) for index in count]
-        self._rounds = RankRounds(parts, self._values, self._ranks, run_id=self._run_id, timeout_s=self._deadline_s)
-        self._planned, self._models = planned, [models[index] for index in count]
-
-    def _rounds_of(self, planned: _Planned, indices: Sequence[int]) -> dict[int, _Rounds]:
-        """The rounds of some sets, by the set's index."""
-        if not indices:
-            return {}
+    def _plan(self, nodes: Collection[str], planned: dict[str, NodeRounds]) -> None:
+        """Plan for the engines of some nodes, into `planned`."""
+        if not nodes:
+            return
         known: dict[tuple[object, ...], Mapping[EngineModel, Sequence[Kept]]] = {}
-        for engines, digests in planned:
-            if (key := alike(engines, digests)) not in known:
-                reports = {name: self._reports.of(digest) for name, digest in digests.items()}
-                known[key] = kept_by_receiver(engines, reports)
+        keys = [alike(node, self._digests) for node in self._nodes]
+        for node, key in zip(self._nodes, keys, strict=True):
+            if key not in known:
+                known[key] = kept_by_receiver(node, {name: self._report(name) for name in node.receivers})
         plans = EnginePlans(
             self._tensors,
-            [known[alike(*each)] for each in planned],
+            [known[key] for key in keys],
             num_ranks=None,
             bucket_bytes=self._bucket_bytes,
-            chosen=[engines.nearest(self._ranks.nodes) for engines, _ in planned],
+            chosen=[node.nearest(self._ranks.nodes) for node in self._nodes],
         )
-        return {index: rounds_of(plans.of(index), planned[index][0], self._ranks.nodes) for index in indices}
+        for index, node in enumerate(self._nodes):
+            if node.node in nodes:
+                planned[node.node] = rounds_of(plans.of(index), node)
 
-    def _map(self, calls: EngineCalls, own: dict[int, _Rounds]) -> None:
+    def _report(self, name: str) -> Report:
+        return self._reports.of(self._digests[name])
+
+    def _map(self, calls: EngineCalls, planned: dict[str, NodeRounds]) -> None:
         """Give the plan to this rank's engines that lack it.
 
         Args:
-            own: rounds of this rank's sets, as far as they are known.
+            planned: rounds of some nodes, as far as they are known.
         """
-        sets = {name: index for index, (engines, _) in enumerate(self._planned) for name in engines.receivers}
         lacking = [engine for engine in calls.engines if engine.name not in self._mapped]
-        unknown = {sets[engine.name] for engine in lacking} - own.keys()
-        own = own | self._rounds_of(self._planned, sorted(unknown))
+        self._plan({node for engine in lacking for node in engine.place.nodes} - planned.keys(), planned)
 
         def give(engine: EngineControl) -> None:
-            assert self._rounds is not None, "no slots"
-            index = sets[engine.name]
-            engines, digests = self._planned[index]
-            report = self._reports.of(digests[engine.name])
-            loads = loads_of(engine.name, own[index], engines, self._ranks.nodes, report)
-            engine.map_memory(self._rounds.segments[index], loads)
-            self._mapped.add(engine.name)
+            report, name = self._report(engine.name), engine.name
+            loads = {
+                rank: loads_of(name, rank, planned[node.node], node, report)
+                for node in self._nodes
+                for rank in node.receivers.get(name, ())
+            }
+            receivers = {rank for node in self._nodes if name in node.receivers for rank in node.all_receivers}
+            segments = {rank: each for rank, each in self._rounds.segments.items() if rank in receivers}
+            engine.map_memory(segments, [loads[rank] for rank in range(engine.place.num_ranks)])
+            self._mapped.add(name)
 
         fan_out({engine.name: partial(give, engine) for engine in lacking}, "map_memory", self._timeout_s)
 
-    def _send(
-        self,
-        rounds: RankRounds,
-        version: int,
-        calls: EngineCalls,
-        sync_errors: SyncErrors,
-        clock: Clock,
-        on_progress: Progress | None,
-    ) -> None:
-        sets = {name: index for index, (engines, _) in enumerate(self._planned) for name in engines.receivers}
+    def _send(self, calls: EngineCalls, sync_errors: SyncErrors, clock: Clock, on_progress: Progress | None) -> None:
+        first = {model: self._models.index(model) for model in set(self._models)}
 
         def load(number: int) -> None:
-            loads = {}
-            for engine in calls.engines:
-                models = self._models[sets[engine.name]]
-                if number < len(models):
-                    loads[engine.name] = partial(engine.load_round, models[number], version, number)
-            fan_out(loads, "load_round", self._timeout_s)
+            model = self._models[number]
+            calls.each("load_round", lambda engine: engine.load_round(model, number - first[model], number % SLOTS))
 
         def fill(number: int) -> Exception | None:
             with clock("gather"):
-                return rounds.fill(number)
+                return self._rounds.fill(number)
 
         with clock("gather"):
-            together(sync_errors, "before the first round", rounds.begin)
+            together(sync_errors, "before the first round", self._rounds.begin)
         places = [f"at round {number + 1} of {self.parts}" for number in range(self.parts)]
         pipelined = Pipelined(places, sync_errors, clock, on_progress, self._deadline_s)
         pipelined.run(fill, load if calls.engines else None, overlapping=True)
@@ -257,20 +254,27 @@ def _end(calls: EngineCalls) -> None:
     calls.each("end_update", lambda engine: engine.end_update())
 
 
-def _parts(own: Mapping[int, _Rounds]) -> dict[int, dict[int, list[Deliveries]]]:
-    """The part of each trainer rank in the rounds of some sets, by the set's index: the deliveries that it sends or
-    receives. Of those that it receives, it need not know the entries."""
-    parts: dict[int, dict[int, list[list[Delivery]]]] = {}
-    for index, rounds in own.items():
-        for number, (_, deliveries) in enumerate(rounds):
-            for each in deliveries:
-                source = each.message.source
-                bare = each._replace(message=replace(each.message, entries=()))
-                for rank in {source, *(receiver for receiver, _ in each.places)}:
-                    of_rank = parts.setdefault(rank, {})
-                    part = of_rank.setdefault(index, [[] for _ in rounds])
-                    part[number].append(each if rank == source else bare)
-    return {
-        rank: {index: [tuple(each) for each in part] for index, part in of_rank.items()}
-        for rank, of_rank in parts.items()
-    }
+def _counts(rounds: NodeRounds) -> Counter[EngineModel]:
+    return Counter({model: len(of_model) for model, of_model in rounds.items()})
+
+
+def _parts(planned: Sequence[NodeRounds], counts: Mapping[EngineModel, int]) -> dict[int, dict[int, list[Delivery]]]:
+    """The part of each trainer rank in some rounds, by their number: the deliveries that it sends or receives. Of those
+    that it receives, it need not know the entries.
+
+    Args:
+        counts: rounds of each model; those of one come after those of the other.
+    """
+    parts: dict[int, dict[int, list[Delivery]]] = {}
+    for rounds in planned:
+        start = 0
+        for model in EngineModel:
+            for number, deliveries in enumerate(rounds.get(model, ()), start):
+                for each in deliveries:
+                    source = each.message.source
+                    parts.setdefault(source, {}).setdefault(number, []).append(each)
+                    if each.receiver != source:
+                        bare = each._replace(message=replace(each.message, entries=()))
+                        parts.setdefault(each.receiver, {}).setdefault(number, []).append(bare)
+            start += counts[model]
+    return parts

@@ -14,6 +14,8 @@ from slimrl.data.boxes import Box, box_of, elements, intersection
 from slimrl.data.model_weights import SourceLayout, TensorSpec
 from slimrl.resync.transform import Quantize
 
+Holders = tuple[int, ...]
+
 Kept = Mapping[str, Sequence[Box]]
 """The regions of each tensor that one rank of an engine keeps, by the tensor's name"""
 
@@ -88,7 +90,10 @@ def _of_tensor(number: int, tensor: SentTensor, kept: Sequence[Kept]) -> Iterato
     if not ranks_of:
         raise ValueError(f"no such tensor in the engine's model: {tensor.spec.name}")
     size = element_bytes(tensor.spec.dtype)
+    known: dict[tuple[Box, Holders], set[int]] = {}
     for box, ranks in ranks_of.items():
         for piece, holders in tensor.pieces:
             if (common := intersection(box, piece)) is not None:
-                yield Demand(number, common, elements(common) * size, holders, tuple(ranks))
+                known.setdefault((common, holders), set()).update(ranks)
+    for (common, holders), several in known.items():
+        yield Demand(number, common, elements(common) * size, holders, tuple(sorted(several)))

@@ -108,9 +108,6 @@ class EnginePlans:
             engine=bucket_bytes // SLOTS, trainer=bucket_bytes // (SLOTS * max(1, self._shares.most_served()))
         )
 
-    def __len__(self) -> int:
-        return len(self._engines)
-
     @property
     def sent(self) -> Mapping[int, int]:
         """Bytes that each trainer rank is to send, but for what cuts between rows add and take."""

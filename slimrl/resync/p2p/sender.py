@@ -12,13 +12,10 @@ from torch import Tensor
 
 from slimrl import device
 from slimrl.data.model_weights import EngineModel, GroupSpec
-from slimrl.data.peer_messages import Message, views
+from slimrl.data.peer_messages import Entry, Message, aligned, views
 from slimrl.resync.p2p.engine_plan import SLOTS, EnginePlan
 from slimrl.resync.p2p.peer_group import GroupError, Move, PeerGroup, Pending
 from slimrl.resync.p2p.sent_values import SentValues
-
-ALIGNMENT = 16
-"""Bytes: messages begin at multiples of this in a slot."""
 
 
 class EngineSender:
@@ -43,7 +40,7 @@ class EngineSender:
     @property
     def slot_bytes(self) -> int:
         rounds = [messages for each in self._rounds.values() for messages in each]
-        return max((sum(map(_aligned, messages)) for messages in rounds), default=0)
+        return max((sum(aligned(message.nbytes) for message in messages) for messages in rounds), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -118,17 +115,15 @@ class EngineSender:
 
     def _fill(self, slot: Tensor, messages: Sequence[Message], values: SentValues) -> list[Move]:
         """Write the messages into a slot; returns what is to be sent."""
-        moves, offset = [], 0
+        moves: list[Move] = []
+        entries: list[tuple[Entry, Tensor]] = []
+        offset = 0
+        for message in messages:
+            data = slot[offset : offset + message.nbytes]
+            entries += views(message.entries, data)
+            moves.append(Move(message.target, data, sends=True))
+            offset += aligned(message.nbytes)
         with torch.no_grad():
-            for message in messages:
-                data = slot[offset : offset + message.nbytes]
-                for (name, _, box), target in views(message.entries, data):
-                    values.write(name, box, target)
-                moves.append(Move(message.target, data, sends=True))
-                offset += _aligned(message)
+            values.write_all(entries)
         device.finish_queued_work()
         return moves
-
-
-def _aligned(message: Message) -> int:
-    return -(-message.nbytes // ALIGNMENT) * ALIGNMENT

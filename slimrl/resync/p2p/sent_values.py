@@ -8,7 +8,7 @@ Where engines need block FP8, the scales of all tiles are settled once per versi
 Then every region is rounded by itself, wherever it begins, to the bits that the whole matrix would get.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from slimrl import device
 from slimrl.data.boxes import Box, box_of, contains, elements, slices_of
 from slimrl.data.model_weights import Place, SourcePiece, TensorSpec, WeightSource, piece_of
+from slimrl.data.peer_messages import Entry
 from slimrl.quantization.fp8 import NOT_FINITE, dequantize, quantize_with, scales_of, tile_absmax
 from slimrl.resync.buckets import rows_of
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
@@ -46,7 +47,8 @@ class SentValues:
         self._shared = [spec for spec in quantized if self._shares_tiles(layout[spec])]
         self._scales: dict[tuple[str, Box], Tensor] = {}
         self._last: tuple[str, Tensor] | None = None
-        """What the source gave last: neighbouring regions are of one tensor, and adapters are merged for each call."""
+        """What the source gave last: regions of one tensor are written together, and adapters are merged for each
+        call."""
 
     def settle(self) -> None:
         """Settle the scales of a version, from the weights as they are now. All ranks call it together, before each
@@ -71,6 +73,11 @@ class SentValues:
         for (name, _), scale in self._scales.items():
             if not bool(scale.isfinite().all()):
                 raise ValueError(f"{name}: {NOT_FINITE}")
+
+    def write_all(self, entries: Iterable[tuple[Entry, Tensor]]) -> None:
+        """`write` for each of some regions, tensor by tensor."""
+        for (name, _, box), target in sorted(entries, key=lambda entry: entry[0].name):
+            self.write(name, box, target)
 
     def write(self, name: str, box: Box, target: Tensor) -> None:
         """Write a region of a tensor, as the engines get it, into memory of its shape and dtype.

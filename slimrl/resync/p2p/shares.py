@@ -16,11 +16,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from slimrl.data.boxes import Box, cut, rows
-from slimrl.resync.p2p.demand import Demand
-
-Holders = tuple[int, ...]
+from slimrl.resync.p2p.demand import Demand, Holders
 
 Choice = Callable[[Holders, tuple[int, ...]], Holders]
+"""Function that chooses, of the holders of something, those that serve it to the ranks that need it"""
 
 
 class Share(NamedTuple):
@@ -43,8 +42,7 @@ class Shares:
 
     Args:
         engines: the demands of each. Engines with the same demands may have the same object.
-        chosen: of each engine, the function that chooses those of a demand's holders that serve it, from them and the
-            ranks that need it; None: all of them do.
+        chosen: of each engine; None: all holders serve.
     """
 
     def __init__(self, engines: Sequence[Sequence[Demand]], chosen: Sequence[Choice] | None = None) -> None:
