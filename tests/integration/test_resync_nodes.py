@@ -13,8 +13,8 @@ from weight_cases import MOE_LAYOUTS_OF_4, change_layout, join, loaded_chunks
 
 from slimrl.config.schema.resync import ResyncConfig, VerifyMode
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.data.peer_messages import ALIGNMENT
 from slimrl.quantization.fp8 import BlockFp8, quantize
-from slimrl.resync.ipc.deliveries import ALIGNMENT
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.report import ResyncError

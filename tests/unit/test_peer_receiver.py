@@ -17,6 +17,7 @@ from peer_world import Parameter, PeerEngine, World, all_at_once
 from slimrl import device
 from slimrl.data.boxes import elements
 from slimrl.data.model_weights import EngineModel, GroupSpec, TensorSpec
+from slimrl.data.peer_messages import ALIGNMENT
 from slimrl.engines.plugin import kept_tensors, peer_receiver
 from slimrl.engines.plugin.peer_receiver import (
     FEED_FRACTION,
@@ -133,8 +134,8 @@ def test_any_number_of_rounds_gives_the_same(make_world, bucket_bytes):
     assert world.engines[0].wrong(truth) == []
     rounds = world.plans[0].rounds[EngineModel.target]
     assert (len(rounds) == 1) is (bucket_bytes == 10**6)
-    # Each end holds two slots, and each message begins at a multiple of 16 bytes at most.
-    slack = 16 * max(map(len, rounds))
+    # Each end holds two slots, in which each message begins at a multiple of ALIGNMENT.
+    slack = ALIGNMENT * max(map(len, rounds))
     assert all(0 < sender.nbytes <= bucket_bytes + 2 * slack for sender in world.senders[0])
 
 
