@@ -300,6 +300,24 @@ def test_what_ranks_write_is_there_before_they_agree_on_a_round(threads, monkeyp
     assert not any(open_at_agreements)
 
 
+def test_a_tensor_that_an_engine_lacks_is_named_before_anything_is_sent(threads):
+    engine = ShardedEngine("engine 0", "ab", 2)
+    for rank in engine.memory:
+        del rank["on last"]
+    results = resynced(threads, "aabb", [engine])
+    for error in results:
+        assert "failed before the first message: engine 0: no such tensor in its model: on last" in str(error)
+    assert not {"map", "load"} & set(engine.calls)
+
+
+def test_an_engine_may_keep_tensors_on_one_of_its_nodes_alone(threads):
+    """As those of its experts."""
+    engine = ShardedEngine("engine 0", "ab", 2)
+    del engine.memory[0]["on last"], engine.memory[1]["on second"]
+    resynced(threads, "aabb", [engine])
+    assert engine.wrong(random_weights(1)) == []
+
+
 def test_an_engine_beside_no_trainer_rank_is_refused():
     places = [EnginePlace(name="engine 0", nodes=("a", "c"), num_ranks=2)]
     with pytest.raises(ValueError, match=r"ipc, but engine 0 is on c, the trainer on a, b\. Use p2p or disk"):

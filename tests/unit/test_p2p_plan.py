@@ -10,7 +10,7 @@ import torch
 
 from slimrl.data.boxes import Box, elements, slices_of
 from slimrl.data.model_weights import EngineModel, TensorSpec
-from slimrl.resync.p2p.demand import SentTensor, demands, tiles_of
+from slimrl.resync.p2p.demand import Demand, SentTensor, demands, tiles_of
 from slimrl.resync.p2p.engine_plan import EnginePlans, chains
 from slimrl.resync.p2p.shares import Shares, level
 
@@ -226,10 +226,17 @@ def test_a_tile_belongs_to_the_piece_with_its_first_element():
                                                                            zip(shape, block, strict=True))  # fmt: skip
 
 
-def test_a_tensor_that_no_rank_keeps_is_named():
+def test_a_tensor_that_no_rank_keeps_is_sent_to_none():
     spec = TensorSpec(name="w", shape=(4,), dtype="float32")
-    with pytest.raises(ValueError, match="no such tensor in the engine's model: w"):
-        demands([SentTensor(spec, spec, ((((0, 4),), (0,)),))], [{"v": [((0, 4),)]}], mtp=False)
+    assert demands([SentTensor(spec, spec, ((((0, 4),), (0,)),))], [{"v": [((0, 4),)]}], mtp=False) == []
+
+
+def test_what_two_regions_of_a_rank_have_in_common_with_a_piece_is_sent_once():
+    spec = TensorSpec(name="w", shape=(4,), dtype="float32")
+    held = ((((0, 2),), (0,)), (((2, 4),), (1,)))
+    kept = [{"w": [((0, 4),), ((2, 4),)]}, {"w": [((2, 4),)]}]
+    found = demands([SentTensor(spec, spec, held)], kept, mtp=False)
+    assert found == [Demand(0, ((0, 2),), 8, (0,), (0,)), Demand(0, ((2, 4),), 8, (1,), (0, 1))]
 
 
 def test_a_row_that_fits_into_no_slot_is_refused_with_the_key():

@@ -69,9 +69,6 @@ def demands(tensors: Sequence[SentTensor], kept: Sequence[Kept], *, mtp: bool) -
     Args:
         kept: of each rank of the engine, for this model.
         mtp: whether it is the draft model, which gets the layers for multi-token prediction and nothing else.
-
-    Raises:
-        ValueError: a tensor is in no rank's model.
     """
     return [
         demand
@@ -87,8 +84,6 @@ def _of_tensor(number: int, tensor: SentTensor, kept: Sequence[Kept]) -> Iterato
         # A rank that keeps a region twice gets it once.
         for box in dict.fromkeys(boxes.get(tensor.spec.name, ())):
             ranks_of.setdefault(box, []).append(rank)
-    if not ranks_of:
-        raise ValueError(f"no such tensor in the engine's model: {tensor.spec.name}")
     size = element_bytes(tensor.spec.dtype)
     known: dict[tuple[Box, Holders], set[int]] = {}
     for box, ranks in ranks_of.items():

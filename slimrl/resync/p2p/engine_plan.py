@@ -76,9 +76,6 @@ class EnginePlans:
         num_ranks: of the trainer; None: it feeds all engines, however many ranks they have.
         bucket_bytes: most bytes that a rank holds beside its weights.
         chosen: of each engine, see Shares.
-
-    Raises:
-        ValueError: an engine lacks a tensor.
     """
 
     def __init__(

@@ -10,6 +10,9 @@ from slimrl.resync.engine_calls import fan_out
 from slimrl.resync.p2p.demand import Kept, SentTensor
 from slimrl.resync.ranks import Ranks
 
+MODEL_OF = {False: EngineModel.target, True: EngineModel.draft}
+"""The model that holds a tensor, by its `mtp`"""
+
 Report = Mapping[EngineModel, Sequence[Kept]]
 """What each rank of an engine keeps in each of its models"""
 
@@ -22,7 +25,7 @@ class KeptReports:
     """
 
     def __init__(self, tensors: Sequence[SentTensor], ranks: Ranks) -> None:
-        self._ranks = ranks
+        self._tensors, self._ranks = tensors, ranks
         self._models = [EngineModel.target]
         if any(tensor.spec.mtp for tensor in tensors):
             self._models.append(EngineModel.draft)
@@ -40,10 +43,13 @@ class KeptReports:
 
         Raises:
             EnginesFailed: the others have been asked.
+            ValueError: a tensor is in no rank's model.
         """
 
         def ask(engine: EngineControl) -> None:
             report = {model: engine.kept(model) for model in self._models}
+            if (name := self._lacking(report)) is not None:
+                raise ValueError(f"{engine.name}: no such tensor in its model: {name}")
             digest = _digest(report)
             # Engines that keep the same have the same object.
             self._reports.setdefault(digest, report)
@@ -71,6 +77,12 @@ class KeptReports:
                 report = self._ranks.from_rank(owner, own if self._ranks.rank == owner else None)
                 self._reports[digest] = own or report
         return asked
+
+    def _lacking(self, report: Report) -> str | None:
+        """A tensor that no rank keeps."""
+        kept = {model: {name for rank in ranks for name in rank} for model, ranks in report.items()}
+        specs = (tensor.spec for tensor in self._tensors)
+        return next((s.name for s in specs if s.name not in kept[MODEL_OF[s.mtp]]), None)
 
     def of(self, digest: str) -> Report:
         return self._reports[digest]
