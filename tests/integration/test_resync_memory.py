@@ -142,14 +142,16 @@ def resync_twice(rank, world_size, port, model: Path, case: Case) -> tuple[int, 
         hf_config = {**worker.hf_config, "quantization_config": BlockFp8().as_config()}
         weight_map = worker.family.weight_map(worker.hf_config)
         transform = quantize_transform(hf_config, weight_map, fp8_engines=case.fp8_engines)
+    # All ranks together.
+    source = worker.weight_source()
     specs = []
     if rank == 0 and case.transport in ENGINES:
-        specs = [tensor.spec for tensor in sent_tensors(worker.weight_source().layout(), transform)]
+        specs = [tensor.spec for tensor in sent_tensors(source.layout(), transform)]
     engine = ENGINES.get(case.transport, FolderEngine)("engine 0", "", specs)
     give_back_freed_memory()
     with MemoryWatch([os.getpid()]) as memory:
         session = ResyncSession(
-            worker.weight_source(), [engine], config, rank=rank, run_id=f"memory-{model.name}",
+            source, [engine], config, rank=rank, run_id=f"memory-{model.name}",
             model_dir=model, transform=transform,
         )  # fmt: skip
         reports = [session.run(version) for version in (1, 2)]
