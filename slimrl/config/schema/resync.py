@@ -60,7 +60,7 @@ class ResyncConfig:
     sampled_bytes: PositiveInt = 16 * 1024**2
     """Minimum size of a sample; a model of less than twice this is compared whole at each resync."""
     timeout_s: PositiveFloat = 300.0
-    """Deadline of one resync."""
+    """Deadline of each call to an engine in a resync; with `p2p` of an attempt to send a version."""
     pause: PauseMode = PauseMode.retract
     """Treatment of running requests."""
     flush_cache: Flag = True
