@@ -9,6 +9,7 @@ Then every region is rounded by itself, wherever it begins, to the bits that the
 """
 
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class SentValues:
         self._quantized = [spec for spec in quantized if self._pieces[spec.name]]
         self._shared = [spec for spec in quantized if self._shares_tiles(layout[spec])]
         self._scales: dict[tuple[str, Box], Tensor] = {}
+        """Of the tiles of each piece, all in one block of memory: they outlive what quantisation takes and frees"""
         self._last: tuple[str, Tensor] | None = None
         """What the source gave last: regions of one tensor are written together, and adapters are merged for each
         call."""
@@ -61,18 +63,18 @@ class SentValues:
         self._last = None
         if self._transform is None:
             return
-        largest: dict[tuple[str, Box], Tensor] = {}
+        largest = self._make_scales()
         for spec in self._quantized:
             for piece in self._pieces[spec.name]:
                 box = box_of(piece.region)
-                value = self._value(spec, piece)
-                largest[spec.name, box] = tile_absmax(value, self._transform.block, self._offset(box))
+                absmax = tile_absmax(self._value(spec, piece), self._transform.block, self._offset(box))
+                self._scales[spec.name, box].copy_(absmax)
         if self._shared:
-            self._agree(largest)
-        self._scales = {key: scales_of(absmax) for key, absmax in largest.items()}
-        for (name, _), scale in self._scales.items():
-            if not bool(scale.isfinite().all()):
-                raise ValueError(f"{name}: {NOT_FINITE}")
+            self._agree()
+        if not bool(largest.isfinite().all()):
+            name = next(name for (name, _), each in self._scales.items() if not bool(each.isfinite().all()))
+            raise ValueError(f"{name}: {NOT_FINITE}")
+        largest.copy_(scales_of(largest))
 
     def write_all(self, entries: Iterable[tuple[Entry, Tensor]]) -> None:
         """`write` for each of some regions, tensor by tensor."""
@@ -117,6 +119,16 @@ class SentValues:
                 self.write(out.name, part, made)
                 results.append(((rows_of(out), tuple(slice(*edge) for edge in part)), made))
         expected.record((rows_of(spec), piece.region), value, results)
+
+    def _make_scales(self) -> Tensor:
+        """Memory for the scales, float32 of all tiles of this rank's pieces, with the views of it."""
+        pieces = [(s.name, box_of(piece.region)) for s in self._quantized for piece in self._pieces[s.name]]
+        shapes = [[edge.stop - edge.start for edge in self._tiles(box)] for _, box in pieces]
+        sizes = [prod(shape) for shape in shapes]
+        flat = torch.empty(sum(sizes), dtype=torch.float32, device=device.compute_device())
+        parts = flat.split(sizes)
+        self._scales = {key: part.view(shape) for key, part, shape in zip(pieces, parts, shapes, strict=True)}
+        return flat
 
     def _write_plain(self, spec: TensorSpec, box: Box, target: Tensor) -> None:
         piece = self._piece_with(spec.name, box)
@@ -186,10 +198,10 @@ class SentValues:
             for edge, size in zip(piece.region, self._transform.block, strict=True)
         )
 
-    def _agree(self, largest: dict[tuple[str, Box], Tensor]) -> None:
+    def _agree(self) -> None:
         """Give every tile that pieces of several ranks share the largest of their values."""
         assert self._transform is not None
-        block, compute_device = self._transform.block, device.compute_device()
+        block = self._transform.block
         tables = []
         for spec in self._shared:
             table = torch.zeros([-(-size // tile) for size, tile in zip(spec.shape, block, strict=True)])
@@ -197,7 +209,7 @@ class SentValues:
                 box = box_of(piece.region)
                 view = table[self._tiles(box)]
                 # Two pieces of this rank may share tiles too; the larger value, or NaN, stays.
-                torch.maximum(view, largest[spec.name, box].cpu(), out=view)
+                torch.maximum(view, self._scales[spec.name, box].cpu(), out=view)
             tables.append(table)
         flat = torch.cat([table.flatten() for table in tables])
         # A maximum over ranks may drop NaN.
@@ -207,7 +219,7 @@ class SentValues:
             table = agreed.view([-(-size // tile) for size, tile in zip(spec.shape, block, strict=True)])
             for piece in self._pieces[spec.name]:
                 box = box_of(piece.region)
-                largest[spec.name, box] = table[self._tiles(box)].to(compute_device)
+                self._scales[spec.name, box].copy_(table[self._tiles(box)])
 
     def _tiles(self, box: Box) -> tuple[slice, ...]:
         """The tiles of which a box has some."""
