@@ -178,7 +178,7 @@ def test_another_user_opens_no_file_and_no_unix_socket_of_a_run(running: Running
 def payload(made: Path) -> list[str]:
     """What had an engine unpickle a segment: a plain dictionary with a pickle inside."""
     inner = base64.b64encode(pickle.dumps((0, Touches(made)))).decode()
-    value = {"slimrl_segment": f"cuda-ipc:{inner}", "parts": []}
+    value = {"slimrl_map_memory": {"target": [[(0, 0, [])]]}, "segments": {0: [f"cuda-ipc:{inner}"]}}
     return [base64.b64encode(pickle.dumps(value)).decode()]
 
 

@@ -121,12 +121,24 @@ def test_what_cannot_be_loaded_is_told_and_ends_no_engine(slots, regions):
     update(model, told(map_payload(one_round(placed(0, Entry("b", "float32", ()))), segments)), ranks)
     assert update(model, load(0, 0), ranks) == (False, "rank 0: ValueError: this rank does not keep [] of b")
     assert update(model, load(0, 2), ranks) == (False, "rank 0: IndexError: list index out of range")
-    for buffer in slots:
-        buffer.close()
+
+
+def test_a_plan_that_cannot_be_followed_leaves_the_one_before(slots, regions):
+    model, ranks = SimpleNamespace(), OnlyRank()
+    segments = {SOURCE: [buffer.segment() for buffer in slots]}
     update(model, told(map_payload(plain_loads(ROUNDS), segments)), ranks)
-    success, message = update(model, load(0, 0), ranks)
+    success, message = update(model, told(map_payload(plain_loads(ROUNDS), {SOURCE: ["slimrl-gone-1-1"] * 2})), ranks)
     assert not success
     assert message.startswith("rank 0: FileNotFoundError: ")
+    slots[0].tensor.view(torch.float32)[128:132] = torch.tensor([1.0, 2.0, 3.0, 9.0])
+    assert update(model, load(0, 0), ranks) == (True, "Success")
+    assert regions["s"][0] == 9
+
+
+def test_slots_of_other_nodes_are_not_mapped(slots, regions):
+    segments = {SOURCE: [buffer.segment() for buffer in slots], 8: ["slimrl-on_another_node-1-1"] * 2}
+    payload = told(map_payload(plain_loads(ROUNDS), segments))
+    assert update(SimpleNamespace(), payload, OnlyRank()) == (True, "Success")
 
 
 def test_a_plan_replaces_the_one_before(slots, regions):
@@ -142,8 +154,7 @@ def test_a_plan_replaces_the_one_before(slots, regions):
 
 @pytest.mark.parametrize("segment", ["../../etc/hostname", "cuda-ipc:gAR9lC4="])
 def test_a_segment_that_is_no_buffer_is_told_and_ends_no_engine(regions, segment):
-    model, ranks = SimpleNamespace(), OnlyRank()
-    update(model, told(map_payload(plain_loads(ROUNDS), {SOURCE: [segment] * 2})), ranks)
-    success, message = update(model, load(0, 0), ranks)
+    payload = told(map_payload(plain_loads(ROUNDS), {SOURCE: [segment] * 2}))
+    success, message = update(SimpleNamespace(), payload, OnlyRank())
     assert not success
     assert message.startswith("rank 0: ValueError")

@@ -11,8 +11,6 @@ from slimrl.data.model_weights import EngineModel
 from slimrl.data.peer_messages import Entry, Placed
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from slimrl.engines.plugin.kept_tensors import KeptRegion
 
 
@@ -28,16 +26,22 @@ def plain_loads(rounds: Mapping[EngineModel, Sequence[Sequence[Placed]]]) -> dic
 
 
 class SharedRounds:
-    """One rank's plan, and the slots that it maps.
+    """One rank's plan, and the slots that it maps: those in which it finds something.
 
     Args:
         rounds: from `plain_loads`.
         segments: of the slots of each trainer rank, by its number.
+
+    Raises:
+        OSError, ValueError: a slot is gone, or a segment names none.
     """
 
     def __init__(self, rounds: dict[str, list[Any]], segments: dict[int, list[str]]) -> None:
-        self._rounds, self._segments = rounds, segments
-        self._mapped: dict[str, Tensor] = {}
+        from slimrl.resync.ipc.shared_buffer import open_shared
+
+        self._rounds = rounds
+        sources = {source for of_model in rounds.values() for messages in of_model for source, *_ in messages}
+        self._slots = {source: [open_shared(segment) for segment in segments[source]] for source in sorted(sources)}
 
     def load(self, model: str, number: int, slot: int, regions: "dict[str, list[KeptRegion]]") -> None:
         """Copy a round into the parameters of one model.
@@ -48,7 +52,7 @@ class SharedRounds:
             regions: what the rank keeps in the model.
 
         Raises:
-            OSError, ValueError: a slot is gone, or this rank does not keep a region.
+            ValueError: this rank does not keep a region.
         """
         import torch
 
@@ -57,12 +61,4 @@ class SharedRounds:
         rounds = self._rounds[model]
         with torch.no_grad():
             for source, offset, entries in rounds[number] if number < len(rounds) else ():
-                memory = self._memory(self._segments[source][slot])
-                place([Entry._make(entry) for entry in entries], memory[offset:], regions)
-
-    def _memory(self, segment: str) -> "Tensor":
-        from slimrl.resync.ipc.shared_buffer import open_shared
-
-        if segment not in self._mapped:
-            self._mapped[segment] = open_shared(segment)
-        return self._mapped[segment]
+                place([Entry._make(entry) for entry in entries], self._slots[source][slot][offset:], regions)

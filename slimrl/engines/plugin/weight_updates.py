@@ -101,8 +101,10 @@ def update(model: Any, value: dict[str, Any], ranks: "EngineRanks") -> tuple[boo
         elif _RECEIVE in value:
             _receive(model, value, ranks)
         elif _MAP in value:
+            # One that cannot be followed leaves the plan before it.
+            shared = SharedRounds(value[_MAP], value["segments"])
             leave_group(ranks)
-            ranks.kept[_SHARED] = SharedRounds(value[_MAP], value["segments"])
+            ranks.kept[_SHARED] = shared
         else:
             _load(model, value, ranks)
     except (OSError, ValueError, RuntimeError, LookupError, AssertionError, GroupError) as error:
