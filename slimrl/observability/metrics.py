@@ -114,6 +114,7 @@ METRIC_NAMES = (
     "resync/seconds",
     "resync/version",
     "resync/engines",
+    "resync/verified_tensors",
     "resync/fingerprint_mismatches",
     "resync/stale_requests",
     "resync/replaced_engines",

@@ -80,6 +80,7 @@ class WeightSync:
             "resync/seconds": report.seconds,
             "resync/version": report.version,
             "resync/engines": len(self._connected) - len(report.failed_engines),
+            "resync/verified_tensors": report.verified_tensors,
             "resync/fingerprint_mismatches": len(report.mismatching),
             "resync/stale_requests": report.stale_requests,
             "resync/replaced_engines": self._engines.num_replaced - self._num_replaced,
