@@ -193,8 +193,8 @@ def test_fewer_tokens_make_a_shorter_step_and_other_links_a_longer_one():
     assert half["work"]["training_s"] < 0.51 * whole["work"]["training_s"]
     slow = plan(QWEN, "--nvlink-gb-per-s", "45")
     assert slow["update_communication"]["tensor_s"] == pytest.approx(10 * whole["update_communication"]["tensor_s"])
-    # Seven eighths of the bytes pass the leader's NVLink.
-    assert slow["resync"]["seconds"] > 7 / 8 * slow["resync"]["bytes"] / 45e9 > whole["resync"]["seconds"]
+    # Half of the attention's weights lies on another GPU than where engines keep it.
+    assert slow["resync"]["seconds"] > whole["resync"]["seconds"]
 
 
 @pytest.mark.parametrize(

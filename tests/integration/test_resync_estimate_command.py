@@ -120,8 +120,8 @@ def test_speeds_can_be_given():
     recipe = str(RECIPES / "qwen3_moe/qwen3_30b_a3b_gspo.yaml")
     slow = estimate(recipe, "--nvlink-gb-per-s", "1")
     assert slow["machine"]["nvlink_gb_per_s"] == 1
-    # Seven eighths of the bytes pass the leader's NVLink.
-    assert slow["seconds"] > 7 / 8 * slow["sent_bytes"] / 1e9
+    # Experts lie on the GPU where engines keep them; of the rest some passes the busiest GPU's NVLink.
+    assert slow["seconds"] > slow["link_bytes"]["nvlink"] / 8 / 1e9 > 2 * estimate(recipe)["seconds"]
     assert slow["link_bytes"] == estimate(recipe)["link_bytes"]
 
 
