@@ -52,11 +52,12 @@ DENSE = ["trainer.parallel.expert=1", "rollout.routed_experts=false"]
 class SpoilingRounds(RankRounds):
     """Flips one bit of one expert after the round was written."""
 
-    def _write_message(self, each, memory):
-        super()._write_message(each, memory)
-        for entry, value in views(each.message.entries, memory):
-            if entry.name == SPOILED:
-                value.view(torch.uint8).view(-1)[4 * 77] ^= 1
+    def _write(self, placings):
+        super()._write(placings)
+        for each, memory in placings:
+            for entry, value in views(each.message.entries, memory):
+                if entry.name == SPOILED:
+                    value.view(torch.uint8).view(-1)[4 * 77] ^= 1
 
 
 @pytest.fixture(
