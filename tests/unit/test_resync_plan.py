@@ -45,7 +45,6 @@ def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():
     assert rows == [[("a", 0, 1), ("big", 0, 3)], [("big", 3, 6)], [("big", 6, 9)], [("big", 9, 10), ("b", 0, 1)]]
     assert all(bucket.gathered_bytes <= 40 for bucket in buckets)
     assert buckets[1].gathered[0].shape == (3, 3)
-    assert not buckets[1].gathered[0].is_whole
 
 
 def test_a_row_that_does_not_fit_is_refused_with_the_size_that_is_needed():
