@@ -24,12 +24,15 @@ from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.plan import ResyncPlan
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import Clock
-from slimrl.resync.steps import NUM_SLOTS, Pipelined
+from slimrl.resync.steps import Pipelined
 from slimrl.resync.transfer import Progress, SyncErrors
 from slimrl.resync.transform import NodeTransform, Record
 
 Send = Callable[[Sequence[TensorPart], SharedBuffer], None]
 """Function that sends a bucket; see Transport.send."""
+
+NUM_SLOTS = 2
+"""Buffers that take turns: one is filled while the other is sent."""
 
 
 class Pipeline:

@@ -10,9 +10,6 @@ from slimrl.resync.ranks import RankError
 from slimrl.resync.report import Clock, SendClock
 from slimrl.resync.transfer import Progress, SyncErrors
 
-NUM_SLOTS = 2
-"""Buffers that take turns: one is filled while the other is loaded."""
-
 
 def together(sync_errors: SyncErrors, place: str, action: Callable[[], None]) -> None:
     """Run an action; all ranks learn how it ended on each.

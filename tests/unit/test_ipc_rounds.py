@@ -10,6 +10,7 @@ import test_resync_ranks
 import torch
 from resync_engines import Engine, config, session
 from resync_engines import Source as WholeSource
+from test_node_memory import nth
 from test_resync_ranks import REGIONS, SHAPES, Source, random_weights
 from thread_dist import ThreadDist
 
@@ -20,10 +21,13 @@ from slimrl.data.engine import EngineError
 from slimrl.data.model_weights import EngineModel, EnginePlace
 from slimrl.engines.plugin.kept_tensors import KeptRegion
 from slimrl.engines.plugin.peer_receiver import place
+from slimrl.estimates.resync.machine import Machine
+from slimrl.estimates.resync.shared_estimate import estimate_shared
 from slimrl.resync import ranks
 from slimrl.resync.ipc import rank_rounds
 from slimrl.resync.ipc.receivers import node_engines
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, open_shared
+from slimrl.resync.p2p.demand import sent_tensors
 from slimrl.resync.p2p.sent_values import SentValues
 from slimrl.resync.ranks import RankError, Ranks
 from slimrl.resync.report import ResyncError
@@ -204,6 +208,24 @@ def test_what_all_ranks_of_an_engine_keep_comes_to_each_of_its_nodes_once(thread
         assert came <= engine.kept_on(node)
 
 
+@pytest.mark.parametrize(("nodes", "engines"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_the_estimate_counts_the_bytes_that_are_sent(threads, nodes, engines):
+    where, num_ranks = engines[0]
+    alike = [at for at, _ in engines if len(at) == len(where)]
+    engines = [ShardedEngine(f"engine {i}", at, num_ranks) for i, at in enumerate(alike)]
+    results = resynced(threads, nodes, engines)
+    layout = Source(0, random_weights()).layout()
+    models = {EngineModel.target: engines[0].kept(EngineModel.target)}
+    found = estimate_shared(
+        layout, nodes, [engine.place for engine in engines], Machine(), tensors=sent_tensors(layout, None),
+        models=models, bucket_bytes=160, transform=None,
+    )  # fmt: skip
+    sent = results[0][0].sent_per_rank
+    assert found.link_bytes.get("network", 0) == sum(threads.sent.values())
+    assert (found.rounds, found.sent_by_rank.most) == (results[0][0].buckets, pytest.approx(max(sent), abs=16))
+    assert found.sent_by_rank.mean == sum(sent) // len(nodes)
+
+
 def test_an_engine_that_is_new_gets_the_plan_and_the_others_keep_theirs(threads):
     engines = [ShardedEngine(f"engine {i}", "ab"[i], 1) for i in range(2)]
     new = ShardedEngine("engine 1", "b", 1)
@@ -334,19 +356,6 @@ def test_ranks_of_engines_take_the_trainer_ranks_of_their_node_in_turn():
     assert first.receivers == {"x": {0: 0, 1: 1}, "y": {0: 2}, "z": {0: 0}}
     assert second.receivers == {"x": {2: 3, 3: 4}}
     assert [(each.leader, each.all_receivers) for each in (first, second)] == [(0, (0, 1, 2)), (3, (3, 4))]
-
-
-def nth(number, function, error):
-    """The function, whose call of this number raises."""
-    calls = []
-
-    def call(*arguments):
-        calls.append(arguments)
-        if len(calls) == number:
-            raise error
-        return function(*arguments)
-
-    return call
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -27,7 +27,7 @@ from slimrl.estimates.planner.schedule import longest_tokens
 from slimrl.estimates.planner.tables import print_suggestions
 from slimrl.models.draft import draft_specs
 from slimrl.models.offline_recipe import OfflineRecipe, read_offline
-from slimrl.resync.steps import NUM_SLOTS
+from slimrl.resync.pipeline import NUM_SLOTS
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOY = toy_config("qwen3_moe", ToySize(layers=3, hidden=32, experts=4)) | {"vocab_size": 128}

@@ -21,7 +21,7 @@ from slimrl.models.offline_recipe import OfflineRecipe
 from slimrl.models.weight_map import WeightMap
 from slimrl.resync.bucket_size import too_few_bytes
 from slimrl.resync.buckets import Bucket, Transform, cut_buckets
-from slimrl.resync.steps import NUM_SLOTS
+from slimrl.resync.pipeline import NUM_SLOTS
 from slimrl.resync.transform import quantize_transform
 
 

@@ -101,9 +101,6 @@ def estimate_models(
     ]
     settle, settled_bytes = settle_cost(layout, transform, machine)
     total, sent = traffic.total(), traffic.sent_by() if traffic.levels else Counter[int]()
-    sizes = {tensor.spec.name: element_bytes(tensor.spec.dtype) for tensor in tensors}
-    ranks = zip(*models.values(), strict=True)
-    kept = [sum(map(lambda one: kept_bytes(one, sizes), of_rank)) for of_rank in ranks]
     of_all = [each for rounds in levels for each in rounds]
     stages = {
         "settle": settle,
@@ -113,7 +110,7 @@ def estimate_models(
         "pass on": sum(each.pass_on for each in of_all),
         "place": sum(each.place for each in of_all),
     }
-    spread = Spread.of(kept if engines else ())
+    spread = kept_by_rank(tensors, models) if engines else Spread.of(())
     sent_by_rank = Spread.of(sent[rank] for rank in range(num_ranks))
     memory = traffic.moved_in_memory() + settled_bytes
     links = {"memory": memory, "nvlink": total.nvlink_out.total(), "network": total.network_out.total()}
@@ -150,5 +147,10 @@ def settle_cost(layout: SourceLayout, transform: Quantize | None, machine: Machi
     return max(launching, max(nbytes.values(), default=0) / (machine.memory_gb_per_s * GB)), nbytes.total()
 
 
-def kept_bytes(kept: Kept, sizes: Mapping[str, int]) -> int:
-    return sum(elements(box) * sizes[name] for name, boxes in kept.items() for box in boxes)
+def kept_by_rank(tensors: Sequence[SentTensor], models: Mapping[EngineModel, Sequence[Kept]]) -> Spread:
+    """Bytes that the ranks of an engine keep, in all of its models."""
+    sizes = {tensor.spec.name: element_bytes(tensor.spec.dtype) for tensor in tensors}
+    return Spread.of(
+        sum(elements(box) * sizes[name] for kept in of_rank for name, boxes in kept.items() for box in boxes)
+        for of_rank in zip(*models.values(), strict=True)
+    )

@@ -14,19 +14,18 @@ round as they do within a version, which the plan sees to.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slimrl.checkpoints.safetensors_file import element_bytes, spec_bytes
+from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.data.model_weights import EngineModel, EnginePlace, SourceLayout
 from slimrl.estimates.resync.machine import GB, Machine
-from slimrl.estimates.resync.peer_estimate import PeerEstimate, Spread, kept_bytes, settle_cost
+from slimrl.estimates.resync.peer_estimate import PeerEstimate, Spread, kept_by_rank, settle_cost
 from slimrl.estimates.resync.peer_pipeline import link_seconds
 from slimrl.estimates.resync.peer_traffic import TRAINER, Gpu, Load, Staging
-from slimrl.resync.ipc.deliveries import Delivery, rounds_of
-from slimrl.resync.ipc.receivers import NodeEngines, alike, kept_by_receiver, node_engines
+from slimrl.resync.ipc.deliveries import Delivery, NodeRounds, rounds_of
+from slimrl.resync.ipc.receivers import NodeEngines, alike, node_engines, node_plans
 from slimrl.resync.p2p.demand import Kept, SentTensor
-from slimrl.resync.p2p.engine_plan import EnginePlans
 from slimrl.resync.transform import Quantize
 
 PLANNED_NODES = 2
@@ -86,31 +85,15 @@ def estimate_shared(
         ValueError: a row of a tensor does not fit into `bucket_bytes`, or an engine is beside no trainer rank.
     """
     nodes = node_engines(engines, trainer_nodes)
-    known: dict[tuple[object, ...], Mapping[EngineModel, Sequence[Kept]]] = {}
-    keys = [alike(node, dict.fromkeys(node.receivers, "")) for node in nodes]
-    for key, node in zip(keys, nodes, strict=True):
-        if key not in known:
-            known[key] = kept_by_receiver(node, dict.fromkeys(node.receivers, models))
-    plans = EnginePlans(
-        tensors,
-        [known[key] for key in keys],
-        num_ranks=None,
-        bucket_bytes=bucket_bytes,
-        chosen=[node.nearest(trainer_nodes) for node in nodes],
+    names = [engine.name for engine in engines]
+    same = dict.fromkeys(names, "")
+    plans = node_plans(
+        tensors, nodes, same, dict.fromkeys(names, models), nodes=trainer_nodes, bucket_bytes=bucket_bytes
     )
-    rounds: list[_Round] = []
-    messages: list[int] = []
-    entries = 0
-    chosen = _chosen(keys)
-    for index in chosen:
-        node = nodes[index]
-        planned = [deliveries for of_model in rounds_of(plans.of(index), node).values() for deliveries in of_model]
-        rounds += [_Round() for _ in range(len(planned) - len(rounds))]
-        messages.append(sum(map(len, planned)))
-        for into, deliveries in zip(rounds, planned, strict=False):
-            for delivery in deliveries:
-                _count(into, delivery, node, trainer_nodes)
-                entries += len(delivery.message.entries)
+    chosen = _chosen([alike(node, same) for node in nodes])
+    planned = [(nodes[index], rounds_of(plans.of(index), nodes[index])) for index in chosen]
+    rounds = _counted(planned, trainer_nodes)
+    messages = [[each.message for each in _deliveries(of_node)] for _, of_node in planned]
     sent_by_rank = Spread.of(plans.sent[rank] for rank in range(len(trainer_nodes)))
     weight = len(nodes) / max(1, len(chosen))
     staged = sum(one.staged.moved.total() + one.written.moved.total() for one in rounds)
@@ -126,9 +109,7 @@ def estimate_shared(
     moved = staged + 2 * sum(one.placed.total() for one in rounds)
     nvlink, network = total.nvlink_in.total(), total.network_in.total()
     links = {"memory": moved * weight + settled_bytes, "nvlink": nvlink * weight, "network": network * weight}
-    sizes = {tensor.spec.name: element_bytes(tensor.spec.dtype) for tensor in tensors}
-    kept = [sum(kept_bytes(one, sizes) for one in of_rank) for of_rank in zip(*models.values(), strict=True)]
-    spread = Spread.of(kept if engines else ())
+    spread = kept_by_rank(tensors, models) if engines else Spread.of(())
     stages = {
         "settle": settle,
         "stage": sum(step.stage for step in steps),
@@ -149,8 +130,8 @@ def estimate_shared(
         kept_by_rank=spread,
         adapter_bytes=total.network,
         rounds=len(rounds),
-        messages=max(messages, default=0),
-        entries=round(entries * weight),
+        messages=max(map(len, messages), default=0),
+        entries=round(weight * sum(len(message.entries) for of_node in messages for message in of_node)),
         chain=1 if engines else 0,
         limit_seconds=limit / GB,
     )
@@ -167,6 +148,22 @@ def _chosen(keys: Sequence[tuple[object, ...]]) -> list[int]:
         for count in [min(PLANNED_NODES, len(indices))]
         for number in range(count)
     )
+
+
+def _deliveries(rounds: NodeRounds) -> Iterator[Delivery]:
+    return (each for of_model in rounds.values() for deliveries in of_model for each in deliveries)
+
+
+def _counted(planned: Sequence[tuple[NodeEngines, NodeRounds]], nodes: Sequence[str]) -> list[_Round]:
+    """The rounds of some nodes together."""
+    rounds: list[_Round] = []
+    for engines, of_node in planned:
+        in_order = [deliveries for of_model in of_node.values() for deliveries in of_model]
+        rounds += [_Round() for _ in range(len(in_order) - len(rounds))]
+        for into, deliveries in zip(rounds, in_order, strict=False):
+            for delivery in deliveries:
+                _count(into, delivery, engines, nodes)
+    return rounds
 
 
 def _count(into: _Round, delivery: Delivery, engines: NodeEngines, nodes: Sequence[str]) -> None:

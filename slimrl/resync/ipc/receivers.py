@@ -12,7 +12,8 @@ from functools import cached_property
 
 from slimrl.data.boxes import Box
 from slimrl.data.model_weights import EngineModel, EnginePlace
-from slimrl.resync.p2p.demand import Holders, Kept
+from slimrl.resync.p2p.demand import Holders, Kept, SentTensor
+from slimrl.resync.p2p.engine_plan import EnginePlans
 from slimrl.resync.p2p.shares import Choice
 
 
@@ -49,7 +50,7 @@ class NodeEngines:
         """
         known: dict[Holders, Holders] = {}
 
-        def choose(holders: Holders, _: tuple[int, ...]) -> Holders:
+        def choose(holders: Holders) -> Holders:
             if holders not in known:
                 known[holders] = tuple(holder for holder in holders if nodes[holder] == self.node) or holders
             return known[holders]
@@ -119,4 +120,34 @@ def alike(engines: NodeEngines, digests: Mapping[str, str]) -> tuple[object, ...
     return tuple(
         (digests[name], tuple((rank, numbers[receiver]) for rank, receiver in receivers.items()))
         for name, receivers in engines.receivers.items()
+    )
+
+
+def node_plans(
+    tensors: Sequence[SentTensor],
+    engines: Sequence[NodeEngines],
+    digests: Mapping[str, str],
+    reports: Mapping[str, Mapping[EngineModel, Sequence[Kept]]],
+    *,
+    nodes: Sequence[str],
+    bucket_bytes: int,
+) -> EnginePlans:
+    """The plans of all nodes with engines, in their order; see EnginePlans.
+
+    Args:
+        digests: of what each engine keeps, by its name.
+        reports: what each rank of an engine keeps, by the engine's name.
+        nodes: name of the node of each trainer rank.
+    """
+    known: dict[tuple[object, ...], Mapping[EngineModel, Sequence[Kept]]] = {}
+    keys = [alike(each, digests) for each in engines]
+    for key, each in zip(keys, engines, strict=True):
+        if key not in known:
+            known[key] = kept_by_receiver(each, reports)
+    return EnginePlans(
+        tensors,
+        [known[key] for key in keys],
+        num_ranks=None,
+        bucket_bytes=bucket_bytes,
+        chosen=[each.nearest(nodes) for each in engines],
     )

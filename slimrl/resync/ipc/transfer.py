@@ -24,9 +24,9 @@ from slimrl.resync.engine_calls import EngineCalls, fan_out
 from slimrl.resync.expected_fingerprints import ExpectedFingerprints
 from slimrl.resync.ipc.deliveries import Delivery, NodeRounds, loads_of, rounds_of
 from slimrl.resync.ipc.rank_rounds import RankRounds
-from slimrl.resync.ipc.receivers import NodeEngines, alike, kept_by_receiver, node_engines
-from slimrl.resync.p2p.demand import Kept, sent_tensors
-from slimrl.resync.p2p.engine_plan import SLOTS, EnginePlans
+from slimrl.resync.ipc.receivers import NodeEngines, node_engines, node_plans
+from slimrl.resync.p2p.demand import sent_tensors
+from slimrl.resync.p2p.engine_plan import SLOTS
 from slimrl.resync.p2p.kept_reports import KeptReports, Report
 from slimrl.resync.p2p.sent_values import SentValues
 from slimrl.resync.ranks import Ranks, StartAgain, sync_errors_across_ranks
@@ -190,17 +190,13 @@ class IpcTransfer(Transfer):
         """Plan for the engines of some nodes, into `planned`."""
         if not nodes:
             return
-        known: dict[tuple[object, ...], Mapping[EngineModel, Sequence[Kept]]] = {}
-        keys = [alike(node, self._digests) for node in self._nodes]
-        for node, key in zip(self._nodes, keys, strict=True):
-            if key not in known:
-                known[key] = kept_by_receiver(node, {name: self._report(name) for name in node.receivers})
-        plans = EnginePlans(
+        plans = node_plans(
             self._tensors,
-            [known[key] for key in keys],
-            num_ranks=None,
+            self._nodes,
+            self._digests,
+            {name: self._report(name) for name in self._digests},
+            nodes=self._ranks.nodes,
             bucket_bytes=self._bucket_bytes,
-            chosen=[node.nearest(self._ranks.nodes) for node in self._nodes],
         )
         for index, node in enumerate(self._nodes):
             if node.node in nodes:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from slimrl.data.boxes import Box, cut, rows
 from slimrl.resync.p2p.demand import Demand, Holders
 
-Choice = Callable[[Holders, tuple[int, ...]], Holders]
-"""Function that chooses, of the holders of something, those that serve it to the ranks that need it"""
+Choice = Callable[[Holders], Holders]
+"""Function that chooses, of the holders of something, those that serve it to an engine"""
 
 
 class Share(NamedTuple):
@@ -52,8 +52,8 @@ class Shares:
         """Bytes that each engine needs of each class"""
         for engine, needed in enumerate(engines):
             size: Counter[Holders] = Counter()
-            for (holders, ranks), nbytes in sizes[id(needed)].items():
-                size[self._choose(engine, holders, ranks)] += nbytes
+            for holders, nbytes in sizes[id(needed)].items():
+                size[self._choose(engine, holders)] += nbytes
             self._sizes.append(size)
         self._before: list[Counter[Holders]] = []
         """Bytes of each class that earlier engines need, by engine"""
@@ -90,12 +90,8 @@ class Shares:
         rows = {holders: _Row(quotas, self._before[engine][holders]) for holders, quotas in self._quotas.items()}
         got: Counter[int] = Counter()
         shares = []
-        known: dict[tuple[Holders, tuple[int, ...]], Holders] = {}
         for demand in self._engines[engine]:
-            key = (demand.holders, demand.ranks)
-            holders = known.get(key)
-            if holders is None:
-                holders = known[key] = self._choose(engine, *key)
+            holders = self._choose(engine, demand.holders)
             # Most demands have one holder and one rank: those of experts.
             served = rows[holders].take(demand) if len(holders) > 1 else [(0, demand)]
             for number, part in served:
@@ -105,15 +101,14 @@ class Shares:
                 shares.append(Share(part.tensor, part.box, part.nbytes, holders[number], target, part.ranks))
         return shares
 
-    def _choose(self, engine: int, holders: Holders, ranks: tuple[int, ...]) -> Holders:
-        return holders if self._chosen is None else self._chosen[engine](holders, ranks)
+    def _choose(self, engine: int, holders: Holders) -> Holders:
+        return holders if self._chosen is None else self._chosen[engine](holders)
 
 
-def _class_bytes(demands: Sequence[Demand]) -> Counter[tuple[Holders, tuple[int, ...]]]:
-    """Bytes by holders and ranks."""
-    sizes: Counter[tuple[Holders, tuple[int, ...]]] = Counter()
+def _class_bytes(demands: Sequence[Demand]) -> Counter[Holders]:
+    sizes: Counter[Holders] = Counter()
     for demand in demands:
-        sizes[demand.holders, demand.ranks] += demand.nbytes
+        sizes[demand.holders] += demand.nbytes
     return sizes
 
 
