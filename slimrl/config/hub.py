@@ -52,7 +52,7 @@ def hub_model(path: str) -> HubModel | None:
     if (snapshot := _snapshot_at(path)) is not None:
         return snapshot
     account = path.partition("/")[0]
-    if not _is_model_id(path) or account in NO_ACCOUNTS or Path(account).exists():
+    if account in NO_ACCOUNTS or Path(account).exists() or not _is_model_id(path):
         return None
     return HubModel(model_id=path)
 

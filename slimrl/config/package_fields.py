@@ -57,6 +57,28 @@ class FieldType:
         return [item for item in values if self.words and item is not None and item not in self.words]
 
 
+class PackageFields(Mapping[str, FieldType]):
+    """Name -> type of the fields of a package. A type is read when it is asked for: recipes name few of a thousand."""
+
+    def __init__(self, annotations: Mapping[str, ast.expr], constants: Mapping[str, tuple[Any, ...]]) -> None:
+        """
+        Args:
+            annotations: each field's, as the package writes it.
+            constants: name that an annotation may use -> the values for which it stands.
+        """
+        self._annotations = annotations
+        self._constants = constants
+
+    def __getitem__(self, name: str) -> FieldType:
+        return _field_type(self._annotations[name], self._constants)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._annotations)
+
+    def __len__(self) -> int:
+        return len(self._annotations)
+
+
 def package_folder(name: str) -> Path:
     """Folder of an installed package, without importing it.
 
@@ -158,9 +180,10 @@ def _enumerations(path: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _class_fields(node: ast.ClassDef, constants: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldType]:
+def _annotations(node: ast.ClassDef) -> dict[str, ast.expr]:
+    """Name -> annotation of the fields of a class."""
     return {
-        statement.target.id: _field_type(statement.annotation, constants)
+        statement.target.id: statement.annotation
         for statement in node.body
         if isinstance(statement, ast.AnnAssign)
         and isinstance(statement.target, ast.Name)
@@ -174,7 +197,7 @@ def _classes(path: Path) -> Iterator[ast.ClassDef]:
 
 
 @cache
-def megatron_fields() -> dict[str, FieldType]:
+def megatron_fields() -> PackageFields:
     """Fields of TransformerConfig (inherited ones too) and MLATransformerConfig, OptimizerConfig and
     DistributedDataParallelConfig.
 
@@ -182,18 +205,17 @@ def megatron_fields() -> dict[str, FieldType]:
         ValueError: megatron-core is not installed or lacks one of the classes.
     """
     folder = package_folder("megatron")
-    enumerations = _enumerations(folder / MEGATRON_ENUMERATIONS)
-    fields: dict[str, FieldType] = {}
+    annotations: dict[str, ast.expr] = {}
     for name, source in MEGATRON_SOURCES.items():
         found = [node for node in _classes(folder / source) if node.name == name]
         if not found:
             raise ValueError(f"megatron-core: {source} holds no class {name}; this version is not supported")
-        fields |= _class_fields(found[0], enumerations)
-    return fields
+        annotations |= _annotations(found[0])
+    return PackageFields(annotations, _enumerations(folder / MEGATRON_ENUMERATIONS))
 
 
 @cache
-def sglang_fields() -> dict[str, FieldType]:
+def sglang_fields() -> PackageFields:
     """Fields of SGLang's ServerArgs, which its namespaces in srt/arg_groups/fields declare.
 
     Raises:
@@ -201,15 +223,14 @@ def sglang_fields() -> dict[str, FieldType]:
     """
     folder = package_folder("sglang") / "srt" / "arg_groups"
     sources = sorted((folder / "fields").glob("*.py"))
-    named = _named_lists(folder / "choices.py") if sources else {}
-    fields: dict[str, FieldType] = {}
+    annotations: dict[str, ast.expr] = {}
     for source in sources:
         for node in _classes(source):
             if any(isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "_NS_PATH" for item in node.body):
-                fields |= _class_fields(node, named)
-    if not fields:
+                annotations |= _annotations(node)
+    if not annotations:
         raise ValueError("sglang: no argument fields in srt/arg_groups/fields; this version is not supported")
-    return fields
+    return PackageFields(annotations, _named_lists(folder / "choices.py"))
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from slimrl.config.aliases import alias_of
 from slimrl.config.megatron_verdicts import MEGATRON_VERDICTS
-from slimrl.config.package_fields import FieldType, megatron_fields, sglang_fields
+from slimrl.config.package_fields import PackageFields, megatron_fields, sglang_fields
 from slimrl.config.problems import Violation, near_name, suggestion
 from slimrl.config.sglang_verdicts import SGLANG_VERDICTS, TEACHER_VERDICTS
 from slimrl.config.verdicts import Judgement, Verdict
@@ -36,7 +36,7 @@ FRACTIONS = ("optimizer_offload_fraction",)
 """Numbers whose range the packages' types do not say"""
 
 
-def passthrough_fields(section: str) -> dict[str, FieldType]:
+def passthrough_fields(section: str) -> PackageFields:
     """Fields that a passthrough section may set.
 
     Raises:
@@ -45,13 +45,13 @@ def passthrough_fields(section: str) -> dict[str, FieldType]:
     return (megatron_fields if section in MEGATRON else sglang_fields)()
 
 
-def safe_fields(section: str, fields: Mapping[str, FieldType]) -> list[str]:
+def safe_fields(section: str, fields: Iterable[str]) -> list[str]:
     """The names of those of the fields that a recipe may set."""
     verdicts = VERDICTS[section]
     return [name for name in fields if name in verdicts and verdicts[name].verdict is Verdict.safe]
 
 
-def field_problem(section: str, name: str, value: Any, fields: dict[str, FieldType]) -> str | None:
+def field_problem(section: str, name: str, value: Any, fields: PackageFields) -> str | None:
     """What is wrong with `section.name: value`, or None."""
     if name not in fields:
         meant = alias_of(f"{section}.{name}") or near_name(name, safe_fields(section, fields))

@@ -177,11 +177,15 @@ def _joined(parts: Sequence[Tensor], sections: tuple[int, ...], dim: int) -> Ten
 
 
 class WeightMap:
-    """All entries of a model, in export order."""
+    """All entries of a model, in export order; they are made when they are asked for, since those of a thousand
+    experts take long and the rules alone say much."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = tuple(rules)
-        self.entries = tuple(_expand(rules))
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(_expand(self.rules))
 
     @cached_property
     def hf_tensors(self) -> dict[str, HfTensor]:

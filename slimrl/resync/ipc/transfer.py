@@ -72,7 +72,7 @@ class IpcTransfer(Transfer):
         self._nodes: list[NodeEngines] = []
         """The engines of each node, as planned"""
         self._digests: dict[str, str] = {}
-        """Of what each planned engine keeps, by its name"""
+        """The digest of what each planned engine keeps, by its name"""
         self._models: list[EngineModel] = []
         """The model of each round"""
         self._mapped: set[str] = set()
