@@ -47,7 +47,7 @@ class SentValues:
         self._quantized = [spec for spec in quantized if self._pieces[spec.name]]
         self._shared = [spec for spec in quantized if self._shares_tiles(layout[spec])]
         self._scales: dict[tuple[str, Box], Tensor] = {}
-        """The scales of each piece's tiles, all in one block of memory: they outlive what quantisation takes and frees"""
+        """The scales of each piece's tiles, in one block of memory: they outlive what quantisation takes and frees"""
         self._last: tuple[str, Tensor] | None = None
         """What the source gave last: regions of one tensor are written together, and adapters are merged for each
         call."""
