@@ -31,7 +31,8 @@ from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
-from slimrl.data.trajectory import Prompt, Status
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status
 from slimrl.rollout.garbage import rare_collections
 
 PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": QUESTION}], label=LABEL)

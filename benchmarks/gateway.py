@@ -38,7 +38,8 @@ from slimrl.config.schema.agent import AgentConfig, GatewayConfig
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, GenerateRequest, GenerateResult
-from slimrl.data.trajectory import Prompt, Status
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status
 from slimrl.engines.client import SglangEngine
 from slimrl.engines.engine_key import new_key
 from slimrl.engines.servers.server import EngineServer

@@ -36,8 +36,8 @@ from slimrl.config.schema.algorithm import AdvantageName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig
 from slimrl.config.schema.run import WandbMode
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from made_up_engine import LABEL, QUESTION
 
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory
 
 SAMPLES = 8
 """Trajectories of a prompt"""

@@ -34,8 +34,8 @@ from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig
 from slimrl.config.schema.rollout import RolloutMode
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import load_rewards
 from slimrl.rollout.group_ledger import GroupLedger

@@ -17,8 +17,9 @@ from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl.base.errors import RunError
 from slimrl.base.seeds import derive_seed
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import read_prompts
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.trajectory import Trajectory
 from slimrl.observability.metrics import read_metrics
 from slimrl.rewards.scoring import Score
 from slimrl.runtime import commands

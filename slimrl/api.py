@@ -8,15 +8,17 @@ Neither torch nor ray, megatron or sglang is imported with them. Nothing in slim
 from slimrl.agent.environment import Environment, Observation, Turn, answers
 from slimrl.agent.episode import Episode
 from slimrl.agent.gateway.connection import Connection
-from slimrl.agent.parsers import MalformedCall, ParsedTurn, Parser, ToolCall
+from slimrl.agent.parsers import ParsedTurn, Parser
 from slimrl.agent.sandbox.interface import Language, Program, SandboxBusy, SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.agent.tools import EpisodeInfo, ToolBox, ToolError, tool
 from slimrl.algorithms.advantages import Group
 from slimrl.algorithms.loss_types import PolicyTokens, TokenLosses
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.algorithm import AlgorithmConfig
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory, read_trajectories, write_trajectories
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory, read_trajectories, write_trajectories
 from slimrl.rewards.scoring import Score
 
 __all__ = [  # noqa: RUF022 - in the order of the page, by what they are for

@@ -16,7 +16,7 @@ from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema.agent import AgentConfig, HistoryMode
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateResult
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 QUESTION = {"role": "user", "content": "What is 1+2, and twice that?"}
 

@@ -18,7 +18,8 @@ from slimrl.agent.parsers import NoCalls, make_parser
 from slimrl.config.schema.agent import AgentConfig, GatewayConfig, HistoryMode
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import EngineError, GenerateRequest, GenerateResult
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 
 TOKENIZER = build_tokenizer()
 CHAT = ChatFormat(ChatTemplate(TOKENIZER), [TOKENIZER.eos_token_id])

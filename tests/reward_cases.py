@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory
 
 
 def said(text: str | None, *, before: list[dict[str, Any]] = (), name="t", status=Status.completed, **metadata):

@@ -17,7 +17,8 @@ from slimrl.agent.tools import ToolBox
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 
 TOKENIZER = build_tokenizer()
 CHAT = ChatFormat(ChatTemplate(TOKENIZER), [TOKENIZER.eos_token_id])

@@ -7,7 +7,8 @@ from itertools import count
 from slimrl.agent.bounded_parser import BoundedParser
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import Message
-from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.agent.parsers import ParsedTurn
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from slimrl.agent.parser_process import DEADLINE_S, WORK, parsed, start_parser
-from slimrl.agent.parsers import MalformedCall, NoCalls, ParsedTurn, make_parser
+from slimrl.agent.parsers import NoCalls, ParsedTurn, make_parser
+from slimrl.agent.tool_call import MalformedCall
 from slimrl.base.answering_process import OutOfCpuTime
 from slimrl.base.process_pool import ProcessPool
 from slimrl.base.threads import ReusedThreads

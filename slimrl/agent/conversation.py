@@ -17,8 +17,8 @@ from slimrl.agent.chat.chat_format import CallName, Context
 from slimrl.agent.compaction import SummaryRule, compacted, summary_of
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import UNKNOWN_TOOL, EnvironmentFailure, Message, Turn, call_name
-from slimrl.agent.parsers import MalformedCall
 from slimrl.agent.subagents import add_tool_counts, segments_in_turn
+from slimrl.agent.tool_call import MalformedCall
 from slimrl.agent.tools import shortened
 from slimrl.agent.transcript import Transcript
 from slimrl.agent.turn_request import TurnRequests

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from slimrl.agent.parsers import MalformedCall, ToolCall
-from slimrl.data.trajectory import Prompt
+from slimrl.agent.tool_call import MalformedCall, ToolCall
+from slimrl.data.prompt import Prompt
 
 Message = dict[str, Any]
 """A message as chat templates take it: `role`, `content`, and of a tool's result `name` and `tool_call_id`"""

@@ -19,7 +19,7 @@ from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolCrash
 from slimrl.base.threads import reportable
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 log = logging.getLogger(__name__)
 

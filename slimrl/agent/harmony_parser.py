@@ -10,7 +10,8 @@ from typing import Any
 from slimrl.agent.call_schemas import CallSchemas
 from slimrl.agent.chat.channels import CALL, Message, messages_of
 from slimrl.agent.judged_call import UNREADABLE, judged_call
-from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.agent.parsers import ParsedTurn
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 
 _NAMESPACE = "functions."
 

@@ -3,7 +3,7 @@
 import json
 
 from slimrl.agent.call_schemas import CallSchemas
-from slimrl.agent.parsers import MalformedCall, ToolCall
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.base.jsonl import refuse_unwritable
 
 UNREADABLE = "malformed tool call: it cannot be read"

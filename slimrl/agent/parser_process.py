@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 
 import psutil
 
-from slimrl.agent.parsers import MalformedCall, ParsedTurn, Parser, ToolCall, make_parser
+from slimrl.agent.parsers import ParsedTurn, Parser, make_parser
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.base.answering_process import AnsweringProcess
 from slimrl.base.lifeline import end_group_with
 

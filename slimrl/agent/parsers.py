@@ -1,4 +1,4 @@
-"""Tool calls in a model's text. A malformed call is a value, not an exception: the model reads the problem."""
+"""What reads tool calls in a model's text."""
 
 import inspect
 import re
@@ -6,30 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.config.agent_rules import HARMONY
 from slimrl.config.import_path import resolve
 from slimrl.config.package_fields import tool_call_parsers
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """A well-formed call of a tool."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: str = ""
-    """The call's id as the model wrote it, if its format has ids."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MalformedCall:
-    """Text that was meant as a call of a tool."""
-
-    problem: str
-    """An error message for the model."""
-    id: str = ""
-    name: str = ""
-    """The tool that it calls, if that can be read and there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)

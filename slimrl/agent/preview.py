@@ -18,7 +18,8 @@ from slimrl.config.schema.agent import AgentConfig, CompactionConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
 from slimrl.data.preview import Preview, PreviewToken, Source
-from slimrl.data.trajectory import Prompt, Segment, Status
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status
 
 RESULT = "(the tool's answer)"
 THINKING = "(thinking)"

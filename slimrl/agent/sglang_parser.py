@@ -19,7 +19,8 @@ from typing import Any
 
 from slimrl.agent.call_schemas import CallSchemas
 from slimrl.agent.judged_call import UNREADABLE, judged_call
-from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall
+from slimrl.agent.parsers import ParsedTurn
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 
 NOT_OPENED, NOT_CLOSED = "malformed tool call: nothing opened it", "malformed tool call: not closed"
 

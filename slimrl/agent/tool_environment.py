@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimrl.agent.environment import Observation, Turn, answers, error_text
-from slimrl.agent.parsers import MalformedCall, ToolCall
 from slimrl.agent.subagents import TASK, Delegate, Delegation
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolError
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.data.trajectory import CACHE_HITS, Prompt
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import CACHE_HITS
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ from slimrl.base.rows import BrokenRows
 from slimrl.base.threads import ReusedThreads, reportable
 from slimrl.config.import_path import parameters_of_type, resolve
 from slimrl.config.signatures import docstring_problems
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 ELLIPSIS = " ... "
 """Replaces the middle of a result that is too long."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from slimrl.config.schema.data import CurriculumConfig
 from slimrl.data.mixture import Mixture
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 _ROUNDING = 1e-9
 """Error of a reward from which a penalty was taken away again"""

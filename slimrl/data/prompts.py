@@ -20,7 +20,7 @@ from slimrl.base.seeds import derive_seed
 from slimrl.base.strict_json import refuse_no_json
 from slimrl.config.data_rules import CONVERSATION_KEYS, PROMPT_KEYS
 from slimrl.data.columns import read_rows, rename_columns
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
 

@@ -1,4 +1,4 @@
-"""The types between stages (Prompt, Segment, Trajectory), and the trajectory file format.
+"""The types of what a rollout gives (Segment, Trajectory), and the trajectory file format.
 
 A trajectory file is JSONL, one object per trajectory, with the fields below as keys and arrays as lists.
 `slimrl rollout --out FILE` writes it and `slimrl train --trajectories FILE` reads it.
@@ -49,19 +49,6 @@ REPLAYED_TOKENS = "num_replayed_tokens"
 """Key of `Trajectory.metadata`, if there are any: sampled tokens that a resumed run had from its checkpoint"""
 ENGINE_COUNTS = (STALE_CACHE_TOKENS, DRAFT_TOKENS, ACCEPTED_DRAFT_TOKENS, REPLAYED_TOKENS)
 """Names of the counts in an engine's answers"""
-
-
-@dataclass(kw_only=True)
-class Prompt:
-    """One line of a prompt file."""
-
-    prompt_id: str
-    """`<file stem>:<line number>`, or the line's own `id`."""
-    messages: list[dict[str, Any]]
-    label: Any
-    metadata: dict[str, Any] = field(default_factory=dict)
-    source: str = ""
-    """Place of the prompt, `file:line`, for errors."""
 
 
 @dataclass(kw_only=True, eq=False)

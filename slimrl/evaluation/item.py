@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.base.visible import visible
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 
 type Key = tuple[str, str, int]
 """Set, id of the prompt, and number of the sample from 0."""

@@ -14,7 +14,7 @@ from slimrl.base.atomic import write_whole
 from slimrl.base.visible import visible
 from slimrl.config.load import is_needed
 from slimrl.config.show import changed_settings
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 NO_EFFECT = (
     *("run", "resync", "checkpoint", "tracking", "data", "model.path", "model.megatron"),

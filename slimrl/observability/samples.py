@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.base.visible import visible
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 
 
 def readable(trajectory: Trajectory) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import re
 import string
 from collections import Counter
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.equality import same_choice
 from slimrl.rewards.kinds import Choice, Quantity, read
 from slimrl.rewards.labels import label_list

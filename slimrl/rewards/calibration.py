@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.loading import NO_SUPPLIES, Supplies
 from slimrl.rewards.texts import check_tag, last_text, only_tagged
 from slimrl.rewards.verifier import OfVerifier

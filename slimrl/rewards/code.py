@@ -23,7 +23,8 @@ from typing import Any
 from slimrl.agent.sandbox.interface import MAX_CODE_BYTES, Ended, Program, SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.base.threads import in_thread
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards import code_values
 from slimrl.rewards.code_tests import PRELUDE, Calls, Cases, Tests, Texts, read_tests
 from slimrl.rewards.texts import AnswerPlace, fenced_blocks, last_text

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimrl.base.strict_json import strict_json
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 from slimrl.rewards.code_checks import BEGUN, Code, Sources, check_test, parsed, sources
 from slimrl.rewards.code_refusals import refuse_what_is_apart
 

@@ -1,6 +1,7 @@
 """The reward that the trajectory's environment gave."""
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 
 
 def environment_return(trajectory: Trajectory, prompt: Prompt) -> float:

@@ -6,7 +6,8 @@ They say nothing of the content: give them a small weight. Thinking and calls ar
 from collections.abc import Sequence
 from enum import Enum
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.patterns import compiled, matches
 from slimrl.rewards.texts import last_text, own_texts
 

@@ -7,7 +7,8 @@ trajectory's reward as a part. If it fails, all of them fail with its cause.
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.deadline import within
 from slimrl.rewards.parts import Part, count_retry, failure
 from slimrl.rewards.retries import Retries

@@ -13,7 +13,8 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry
 
 from slimrl.base.strict_json import strict_json
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.patterns import compiled, occurs
 from slimrl.rewards.texts import AnswerPlace
 

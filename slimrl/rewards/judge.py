@@ -9,7 +9,8 @@ from enum import Enum
 from itertools import combinations
 from typing import Any, Unpack
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.http import EndpointSettings
 from slimrl.rewards.judge_text import block, conversation, question
 from slimrl.rewards.remote import endpoint

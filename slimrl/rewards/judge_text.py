@@ -13,7 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.texts import own_messages
 
 _MARKS = re.compile(r"<(?=[|｜]|/?(?:s|bos|eos|pad|unk|think|tool_\w+|\w+_of_\w+)>)|\[(?=/?[A-Z_]{3,}\])", re.ASCII)

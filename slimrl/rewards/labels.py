@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 from slimrl.rewards.texts import BOX, boxed
 
 HOLES = {"None", "nan", "NaN", "<NA>", "NaT", "null"}

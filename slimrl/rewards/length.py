@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.loading import NO_SUPPLIES, Supplies
 from slimrl.rewards.verifier import OfVerifier
 

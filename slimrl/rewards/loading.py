@@ -11,7 +11,7 @@ from slimrl.config.import_path import parameters_of_type, resolve
 from slimrl.config.problems import suggestion
 from slimrl.config.reward_rules import reward_parts
 from slimrl.config.schema.reward import RewardConfig, RewardPartConfig
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 from slimrl.rewards.parts import Part, PartsReward, SingleReward
 from slimrl.rewards.retries import NO_RETRIES, Retries
 

@@ -7,7 +7,8 @@ import logging
 import re
 
 from slimrl.base.answering_process import OutOfCpuTime
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.comparers import shared_comparers
 from slimrl.rewards.equality import Ask, is_label
 from slimrl.rewards.labels import checked_by, only_label

@@ -1,6 +1,7 @@
 """The reward that an agent behind the gateway gives itself, by `POST` to its reward URL (docs/gateway.md)."""
 
-from slimrl.data.trajectory import POSTED_REWARD, Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import POSTED_REWARD, Trajectory
 
 
 def posted_reward(trajectory: Trajectory, prompt: Prompt) -> float:

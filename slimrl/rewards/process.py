@@ -9,7 +9,8 @@ import math
 from enum import Enum
 from typing import Any, Unpack
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.http import EndpointError, EndpointSettings
 from slimrl.rewards.judge_text import broken_up
 from slimrl.rewards.remote import endpoint

@@ -13,7 +13,8 @@ from typing import Any
 from slimrl.base.answering_process import OutOfCpuTime, ProcessFailed
 from slimrl.base.extras import needs_extra
 from slimrl.base.threads import in_thread
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.limited_processes import LimitedProcesses, one_per_core
 from slimrl.rewards.texts import AnswerPlace, boxed, last_text, tagged
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from slimrl.base.strict_json import refuse_no_json
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.http import EndpointError, EndpointSettings, JsonEndpoint
 from slimrl.rewards.texts import own_messages
 

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from slimrl.base.threads import in_thread, reportable
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.deadline import within
 
 Reward = float | Mapping[str, float]

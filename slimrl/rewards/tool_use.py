@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.texts import check_tag, only_tagged, own_messages
 
 _WORD = re.compile(r"\w+(?:\.\d+)?")

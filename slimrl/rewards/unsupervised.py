@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.answers import normal_form
 from slimrl.rewards.texts import AnswerPlace, last_text
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slimrl.config.schema.reward import RewardPartConfig
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.loading import Supplies, load_part
 from slimrl.rewards.scoring import call_reward, finite_number
 

@@ -24,7 +24,8 @@ from slimrl.base.spans import PROFILE_FOLDER, SPANS
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.turn_logs import LoggedTurn, TurnLogs
 from slimrl.observability.logs import capture_output

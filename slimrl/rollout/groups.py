@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.algorithms.selection import Selection
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Trajectory, from_json, to_json
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Trajectory, from_json, to_json
 from slimrl.rollout.group_ledger import ledger_line
 
 GROUPS_FILE = "groups.jsonl"

@@ -11,7 +11,8 @@ from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.curriculum import Curriculum
 from slimrl.data.mixture import DataOrder
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 
 
 class PromptSource:

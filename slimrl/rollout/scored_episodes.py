@@ -17,7 +17,8 @@ from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, EngineError
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.engines.teacher import Teacher
 from slimrl.engines.turn_logs import LoggedTurn
 from slimrl.rewards.groups import score_group

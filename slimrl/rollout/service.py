@@ -32,7 +32,8 @@ from slimrl.checkpoints.digests import FileDigest, file_digest
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
-from slimrl.data.trajectory import REPLAYED_TOKENS, Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import REPLAYED_TOKENS, Status, Trajectory
 from slimrl.engines.turn_logs import LoggedTurn, read_turns, write_turns
 from slimrl.rollout.admission import StepAdmission, admission_of
 from slimrl.rollout.errors import refuse_failures

@@ -24,7 +24,8 @@ from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, Scorer, ScoreRequest
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Trajectory
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.teacher import ScoringTimes, Teacher
 from slimrl.engines.turn_logs import LoggedTurn, TurnLogs

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from slimrl.algorithms.selection import Selection
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 
 
 @dataclass(kw_only=True)

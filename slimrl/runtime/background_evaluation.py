@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from slimrl.base.errors import RunError
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.observability.progress import Progress
 from slimrl.rollout.errors import refuse_failures

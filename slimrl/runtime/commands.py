@@ -16,8 +16,9 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import resolved_dict
 from slimrl.data.curriculum import Curriculum
 from slimrl.data.mixture import DataOrder, Mixture
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt, Status, read_trajectories, write_trajectories
+from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.profiling.recorder import Profiled, Recorder, check_profiled
 from slimrl.observability.progress import Progress

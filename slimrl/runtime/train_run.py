@@ -12,7 +12,7 @@ from slimrl.base.errors import StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.mixture import DataOrder
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 from slimrl.engines.routing import EVALUATION
 from slimrl.evaluation.estimates import eval_metrics
 from slimrl.evaluation.item import Item, write_items

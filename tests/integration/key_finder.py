@@ -6,7 +6,8 @@ from pathlib import Path
 
 from toy_reward import low_tokens_of_any_version
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 
 KEY_FILE = "SLIMRL_TEST_KEY_FILE"
 

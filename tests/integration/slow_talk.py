@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from toy_reward import low_tokens_of_any_version
 
 from slimrl.agent.environment import Observation
-from slimrl.data.trajectory import Prompt, Trajectory, to_json
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory, to_json
 
 TURNS = 4
 FILE_VARIABLE = "SLOW_TALK_FILE"

@@ -24,7 +24,8 @@ from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import Engine
-from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory, to_json
 from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.turn_logs import LoggedTurn
 from slimrl.observability.progress import Progress

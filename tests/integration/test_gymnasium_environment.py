@@ -16,7 +16,8 @@ from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.trajectory import Prompt, Status
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status
 from slimrl.rewards.environment import environment_return
 from slimrl.rollout.task.environment import load_environment
 

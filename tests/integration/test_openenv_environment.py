@@ -15,7 +15,8 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.trajectory import Prompt, Status
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status
 from slimrl.engines.servers.ports import free_port
 from slimrl.rewards.environment import environment_return
 from slimrl.rollout.task.environment import load_environment

@@ -20,7 +20,8 @@ import pytest
 from slimrl.agent import bounded_parser
 from slimrl.agent.bounded_parser import NOT_IN_TIME, BoundedParser, close_parsers
 from slimrl.agent.parser_process import ParserFailed, parsed, start_parser
-from slimrl.agent.parsers import MalformedCall, ParsedTurn, ToolCall, make_parser
+from slimrl.agent.parsers import ParsedTurn, make_parser
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.base.answering_process import AnsweringProcess, OutOfCpuTime, ProcessFailed
 from slimrl.base.threads import task_threads
 from slimrl.config.package_fields import tool_call_parsers

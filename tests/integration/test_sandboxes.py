@@ -22,18 +22,18 @@ from podman_image import podman_config
 from sandboxes import SMALL, needs_namespaces, processes_inside
 
 from slimrl.agent.environment import Turn
-from slimrl.agent.parsers import ToolCall
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
 from slimrl.agent.sandbox.container import ContainerSandbox
 from slimrl.agent.sandbox.interface import Ended, Language, Program, SandboxError, SessionEnded
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.sandbox.remote import RemoteSandbox
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
+from slimrl.agent.tool_call import ToolCall
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox
 from slimrl.config.load import read_recipe
 from slimrl.config.schema.agent import AgentConfig, SandboxBackend, SandboxConfig
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 from slimrl.rollout.task.sandbox import check_sandbox
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]

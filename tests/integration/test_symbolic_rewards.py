@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from slimrl.base.answering_process import OutOfCpuTime, ProcessFailed
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.comparers import Comparers
 from slimrl.rewards.limited_processes import MEMORY_BYTES
 from slimrl.rewards.math import boxed_equivalent

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.scoring import Score
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from slimrl.base.errors import StepDropped
 from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.rollout import RolloutConfig
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Segment, Status, Trajectory
 from slimrl.engines.teacher import ScoringTimes
 from slimrl.rollout.groups import Group
 from slimrl.rollout.pressure import CachePressure

@@ -6,7 +6,8 @@ import pytest
 
 from slimrl.agent.assistant_turn import parse_turn
 from slimrl.agent.chat.thinking import split_thinking
-from slimrl.agent.parsers import ParsedTurn, ToolCall
+from slimrl.agent.parsers import ParsedTurn
+from slimrl.agent.tool_call import ToolCall
 
 CHAT = SimpleNamespace(
     turn_text=lambda tokens: "".join(map(chr, tokens)),

@@ -9,7 +9,8 @@ import pytest
 from slimrl.base.errors import RunError
 from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.runtime.background_evaluation import BackgroundEvaluation
 

@@ -23,7 +23,8 @@ from chat_texts import (
 )
 
 from slimrl.agent.dialogue import make_dialogue
-from slimrl.agent.parsers import ToolCall, make_parser
+from slimrl.agent.parsers import make_parser
+from slimrl.agent.tool_call import ToolCall
 from slimrl.agent.tools import ToolAnswer
 from slimrl.data.trajectory import Status
 from slimrl.rollout.task.dialogue import load_parser

@@ -11,8 +11,9 @@ from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt, Status
+from slimrl.data.trajectory import Status
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.pressure import CachePressure

@@ -8,7 +8,8 @@ import pytest
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.observability.progress import Progress
 from slimrl.rewards.loading import Rewards
 from slimrl.rollout.stage import RolloutStage

@@ -14,7 +14,7 @@ from slimrl.config.schema.data import CurriculumConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.curriculum import Curriculum
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.prompt_source import PromptSource
 from slimrl.rollout.service import RolloutService

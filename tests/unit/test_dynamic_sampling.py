@@ -14,8 +14,8 @@ from slimrl.algorithms.prompt_values import PromptValues
 from slimrl.base.errors import RunError, StepDropped
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt
 from slimrl.rollout import service as service_module
 from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.group_ledger import GroupLedger

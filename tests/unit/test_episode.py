@@ -20,7 +20,8 @@ from slimrl.agent.tools import ToolBox, make_tool, shortened
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import EngineError, GenerateResult
-from slimrl.data.trajectory import Prompt, Status
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status
 
 LAYERS, TOPK = 2, 2
 TOKENIZER = build_tokenizer()

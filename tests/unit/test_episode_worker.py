@@ -14,7 +14,8 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.engines.routing import RoutedEngines
 from slimrl.rollout import episode_worker
 from slimrl.rollout.episode_worker import Cancel, Ended, EpisodeWorker, Forget, Job, Message, Use

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from slimrl import cli
 from slimrl.config.schema.recipe import Recipe
-from slimrl.data.trajectory import Prompt, Status
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status
 from slimrl.evaluation import comparison
 from slimrl.evaluation.item import Item, item_keys
 from slimrl.runtime import evaluation

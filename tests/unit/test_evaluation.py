@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from slimrl.config.schema.data import EvalConfig
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.evaluation.answer_rows import answer_of, answer_rows
 from slimrl.evaluation.comparison import compare
 from slimrl.evaluation.estimates import eval_metrics, intervals, pass_at, prompt_scores

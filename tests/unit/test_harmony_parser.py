@@ -14,7 +14,8 @@ from chat_texts import QUESTION, TOOLS, Script, play
 
 from slimrl.agent.chat.channels import split_channels
 from slimrl.agent.judged_call import UNREADABLE
-from slimrl.agent.parsers import MalformedCall, ToolCall, make_parser
+from slimrl.agent.parsers import make_parser
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.data.trajectory import Status
 
 PARSER = make_parser("harmony", TOOLS.schemas)

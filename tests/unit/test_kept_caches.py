@@ -11,7 +11,7 @@ from slimrl.agent.calculator import calculator
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import GenerateRequest, GenerateResult
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 from slimrl.engines.kept_caches import SessionCache
 from slimrl.rollout.statistics import rollout_metrics
 

@@ -15,8 +15,9 @@ from slimrl.base.errors import RunError, StepDropped
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutConfig, RolloutMode
 from slimrl.config.schema.run import WandbMode
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt, Status
+from slimrl.data.trajectory import Status
 from slimrl.engines.teacher import ScoringTimes
 from slimrl.evaluation.item import Item
 from slimrl.observability.metrics import read_metrics

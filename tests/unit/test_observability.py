@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.observability import logs, provenance, run_folder, samples
 from slimrl.observability import progress as progress_module
 from slimrl.observability.metrics import METRIC_NAMES, MetricsWriter, is_metric, read_metrics

@@ -8,8 +8,8 @@ from aiohttp.test_utils import TestServer
 
 from slimrl.agent.adapters.openenv import OpenEnvEnvironment
 from slimrl.agent.environment import Turn
-from slimrl.agent.parsers import ToolCall
-from slimrl.data.trajectory import Prompt
+from slimrl.agent.tool_call import ToolCall
+from slimrl.data.prompt import Prompt
 
 PROMPT = Prompt(prompt_id="p", messages=[{"role": "user", "content": "Begin."}], label=None)
 

@@ -14,7 +14,8 @@ from slimrl.base.errors import StageError
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import EngineError
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.engines.engine_key import EngineKey
 from slimrl.engines.servers.control import SglangControl
 from slimrl.observability.progress import Progress

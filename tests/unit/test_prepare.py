@@ -11,8 +11,9 @@ import pytest
 from slimrl_tools.cli import app
 from typer.testing import CliRunner
 
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import read_prompts
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.math import boxed_equivalent
 
 DAPO = (

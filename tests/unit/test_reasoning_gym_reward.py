@@ -7,7 +7,8 @@ import pytest
 from slimrl_tools.prepare.reasoning_gym import REFUSED
 
 from slimrl.base.answering_process import OutOfCpuTime, ProcessFailed
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.limited_processes import LimitedProcesses
 from slimrl.rewards.reasoning_gym import ReasoningGym, any_answer
 

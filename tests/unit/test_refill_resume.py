@@ -16,8 +16,8 @@ from slimrl.base.seeds import derive_seed
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.run import WandbMode
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import Prompt
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.rollout import service

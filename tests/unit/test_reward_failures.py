@@ -14,7 +14,8 @@ from slimrl.base.errors import RunError
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardConfig
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part, PartsReward, SingleReward
 from slimrl.rollout.stage import RolloutStage

@@ -13,7 +13,8 @@ import torch
 
 from slimrl.base.answering_process import OutOfCpuTime, ProcessFailed
 from slimrl.base.threads import TaskCodeExited
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.rewards.comparison import equivalent
 from slimrl.rewards.math import boxed_equivalent, boxed_exact
 from slimrl.rewards.scoring import Score, score

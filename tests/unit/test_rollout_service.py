@@ -17,8 +17,9 @@ from slimrl.base.loop_thread import LoopThread
 from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode, TooOld
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Segment, Status, Trajectory
 from slimrl.engines.turn_logs import LoggedTurn
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.groups import Group

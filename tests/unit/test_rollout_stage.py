@@ -18,7 +18,8 @@ from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
 from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part

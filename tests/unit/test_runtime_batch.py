@@ -14,9 +14,10 @@ from slimrl.algorithms.selection import select as select_with
 from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
 from slimrl.data.training import LogProbs
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.rollout.stage import planned_trajectories
 from slimrl.runtime.learner import make_updates
 

@@ -14,7 +14,8 @@ from slimrl.config.load import read_recipe
 from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.reward import RewardPartConfig
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.loading import load_part
 from slimrl.rollout.task.environment import load_environment
 from slimrl.rollout.task.sandbox import check_sandbox

@@ -16,8 +16,9 @@ from chat_texts import parser_of as parser_of_model
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.hunyuan_detector import HunyuanDetector
 
-from slimrl.agent.parsers import MalformedCall, ToolCall, make_parser
+from slimrl.agent.parsers import make_parser
 from slimrl.agent.sglang_parser import MARKERS, NOT_CLOSED, NOT_OPENED, UNREADABLE
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.config.package_fields import tool_call_parsers
 
 KEYS = {"qwen25": "qwen3", "hermes": "qwen3", "glm45": "glm45", "deepseekv3": "deepseek_v3",

@@ -14,7 +14,8 @@ from slimrl.config.schema.agent import AgentConfig, CompactionConfig, SubagentCo
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.packing import ADVANTAGES, pack
-from slimrl.data.trajectory import Prompt, Status, from_json, to_json
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, from_json, to_json
 from slimrl.rollout.statistics import rollout_metrics
 
 TASK, END = "Add up 1+1.", "<|im_end|>"

@@ -13,8 +13,9 @@ from slimrl.agent.call_schemas import refuse_wrong_calls
 from slimrl.agent.tools import make_tool
 from slimrl.config.check import check_loaded
 from slimrl.config.load import load_recipe
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import read_conversations, read_prompts
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.trajectory import Status, Trajectory
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

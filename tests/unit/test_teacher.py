@@ -18,7 +18,8 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.engine import EngineError, ScoreRequest
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.engines import retries
 from slimrl.engines import teacher as teacher_module
 from slimrl.engines.client import SglangEngine

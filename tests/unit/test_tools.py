@@ -25,12 +25,14 @@ from scripted_episode import END, PROMPT, call_text, played, runner_of
 
 from slimrl.agent import tools
 from slimrl.agent.calculator import MAX_BITS, calculator
-from slimrl.agent.parsers import ParsedTurn, ToolCall, make_parser
+from slimrl.agent.parsers import ParsedTurn, make_parser
+from slimrl.agent.tool_call import ToolCall
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import EpisodeInfo, ToolAnswer, ToolBox, ToolCrash, ToolError, make_tool, tool
 from slimrl.config.import_path import resolve
 from slimrl.config.schema.agent import AgentConfig
-from slimrl.data.trajectory import Prompt, Status, Trajectory, to_json
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory, to_json
 from slimrl.rollout.environment_metrics import environment_metrics
 
 

@@ -13,8 +13,9 @@ from slimrl.algorithms.selection import select
 from slimrl.algorithms.shaping import apply_truncation_rule
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
-from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Prompt, Segment, Status, Trajectory
+from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Segment, Status, Trajectory
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step

@@ -15,7 +15,8 @@ from test_episode import LAYERS, TOKENIZER, TOPK, runner_of
 from slimrl.agent.environment import Observation
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import Engine, EngineError, GenerateRequest, GenerateResult
-from slimrl.data.trajectory import Prompt, Segment, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.engines.continued import ContinuedEngine
 from slimrl.engines.turn_logs import LoggedTurn, TurnLogs, read_turns, write_turns
 

@@ -13,7 +13,8 @@ from slimrl_tools.exit_codes import exit_codes as tools_exit_codes
 from slimrl.base.visible import visible
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.data.preview import Preview, PreviewToken
-from slimrl.data.trajectory import Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory
 from slimrl.observability.chat_preview import as_json, print_preview
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress

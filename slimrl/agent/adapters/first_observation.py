@@ -3,7 +3,7 @@
 from typing import Any
 
 from slimrl.agent.environment import Message, Observation
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 MAX_SEED = 2**31 - 1
 """Environments pass the seed on to generators of 32 bits."""

@@ -14,7 +14,7 @@ from slimrl.agent.environment import Observation, Turn
 from slimrl.base.extras import extra
 from slimrl.base.threads import in_thread
 from slimrl.config.import_path import resolve
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 if TYPE_CHECKING:
     from gymnasium import Env

@@ -13,9 +13,9 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 
 from slimrl.agent.adapters.first_observation import first_observation, reset_seed, user
 from slimrl.agent.environment import Observation, Turn, answers, error_text
-from slimrl.agent.parsers import MalformedCall, ToolCall
+from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.config.import_path import resolve
-from slimrl.data.trajectory import Prompt
+from slimrl.data.prompt import Prompt
 
 TOOL = "act"
 """Name of the tool whose arguments are the action"""

@@ -17,7 +17,7 @@ import numpy as np
 from slimrl.agent.assistant_turn import AssistantTurn
 from slimrl.agent.environment import Message
 from slimrl.agent.gateway.messages import Echo, echo
-from slimrl.agent.parsers import MalformedCall
+from slimrl.agent.tool_call import MalformedCall
 from slimrl.agent.transcript import Transcript
 from slimrl.data.engine import GenerateResult
 from slimrl.data.trajectory import Segment

@@ -30,7 +30,8 @@ from slimrl.agent.turn_request import TurnRequests
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine
-from slimrl.data.trajectory import POSTED_REWARD, Prompt, Status, Trajectory
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import POSTED_REWARD, Status, Trajectory
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from slimrl.agent.chat.template import PROBE_TOOL, ChatTemplate, Schemas
 from slimrl.agent.chat.tokenizer import load_tokenizer
 from slimrl.agent.chat.tool_prompts import tool_prompt
 from slimrl.agent.dialogue import Dialogues
-from slimrl.agent.parsers import NoCalls, Parser, ToolCall, make_parser, marker_tokens
+from slimrl.agent.parsers import NoCalls, Parser, make_parser, marker_tokens
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tool_call import ToolCall
 from slimrl.agent.tools import ToolBox
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problem_collector import ProblemCollector

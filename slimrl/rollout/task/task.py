@@ -18,8 +18,9 @@ from slimrl.config.problem_collector import ProblemCollector
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.algorithm import AdvantageName
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import read_prompts
-from slimrl.data.trajectory import Prompt, Trajectory
+from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.loading import Rewards, Supplies, load_rewards, refuse_unjudged, refuse_unknown_names
 from slimrl.rollout.task.episodes import EpisodeCode, load_episode_code
 from slimrl.rollout.task.sandbox import check_command_sandbox, check_sandbox

@@ -9,8 +9,8 @@ from slimrl.agent.tools import ToolsUnavailable
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.problems import RecipeError
 from slimrl.data.preview import Preview
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import read_conversations, read_prompts
-from slimrl.data.trajectory import Prompt
 from slimrl.rollout.task.dialogue import load_chat_format, load_dialogues
 from slimrl.rollout.task.environment import load_environment
 from slimrl.runtime.checks.fetched_model import with_tokenizer
