@@ -18,6 +18,7 @@ from slimrl.agent.conversation import Conversation
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn, error_text
 from slimrl.agent.environment_host import EnvironmentHost
+from slimrl.agent.isolation.server import EnvironmentServer
 from slimrl.agent.subagents import DelegateAnswer, Delegation, answer_of
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolAnswer, ToolBox, ToolCrash
@@ -141,8 +142,10 @@ class EpisodeRunner:
         await asyncio.to_thread(self.tools.open)
 
     async def stop(self) -> None:
-        """Close the tools; called once, after the last episode."""
+        """Close the tools and end the environments' processes; called once, after the last episode."""
         await asyncio.to_thread(self.tools.close)
+        if isinstance(self.environment, EnvironmentServer):
+            await asyncio.to_thread(self.environment.close)
 
     async def run(
         self,

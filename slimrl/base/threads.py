@@ -74,6 +74,31 @@ class ReusedThreads:
                 self._idle.append(inbox)
 
 
+class OwnThread:
+    """One daemon thread that runs calls in the order in which they come, each as `in_thread` does."""
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=IDLE_NAME, daemon=True).start()
+
+    def run(self, call: Callable[[], Any]) -> "asyncio.Future[Any]":
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._inbox.put(partial(_run, call, future))
+        return future
+
+    def end(self) -> None:
+        """End the thread after the calls that it has."""
+        self._inbox.put(None)
+
+    def _serve(self) -> None:
+        thread = threading.current_thread()
+        while (run := self._inbox.get()) is not None:
+            thread.name = THREAD_NAME
+            run()
+            del run
+            thread.name = IDLE_NAME
+
+
 def _run(call: Callable[[], Any], future: "asyncio.Future[Any]") -> None:
     """Give a future, from another thread than its loop's, what a call returns or raises."""
 

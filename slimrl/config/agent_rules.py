@@ -12,7 +12,7 @@ from typing import Any
 
 from slimrl.config.package_fields import tool_call_parsers
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.schema.agent import AgentConfig, HistoryMode, SandboxBackend
+from slimrl.config.schema.agent import AgentConfig, HistoryMode, IsolationMode, SandboxBackend
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.types import MODULE_FUNCTION
 
@@ -44,6 +44,17 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
                 yield f"agent.{name}", message
     elif agent.environment_args:
         yield "agent.environment_args", "there is no agent.environment to take them."
+    elif agent.environment_isolation is not IsolationMode.loop:
+        yield "agent.environment_isolation", "there is no agent.environment to isolate."
+    in_venv = agent.environment_isolation is IsolationMode.venv
+    if in_venv and not agent.environment_venv:
+        yield (
+            "agent.environment_venv",
+            "agent.environment_isolation venv needs it. Use a name that `slimrl-tools environment list` shows, or the "
+            "folder of a virtual environment.",
+        )
+    if agent.environment_venv and not in_venv:
+        yield "agent.environment_venv", "has no effect without agent.environment_isolation venv."
     if agent.workers > 1 and recipe.deterministic:
         yield (
             "agent.workers",

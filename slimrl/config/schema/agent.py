@@ -29,6 +29,19 @@ class HistoryMode(str, Enum):
     """What the chat template writes of them, which may leave thinking out; where it does, a new segment begins."""
 
 
+class IsolationMode(str, Enum):
+    """Where each instance of an environment runs (docs/environments.md#isolation)."""
+
+    loop = "loop"
+    """In the event loop of the episodes, which it must not block."""
+    thread = "thread"
+    """In a thread of its own."""
+    process = "process"
+    """In a process of its own, forked from one that has imported the class."""
+    venv = "venv"
+    """In such a process with the interpreter of `agent.environment_venv`."""
+
+
 class SandboxBackend(str, Enum):
     """Backends that run the code which the policy wrote; docs/gateway.md#sandbox compares them."""
 
@@ -199,6 +212,10 @@ class AgentConfig:
     """Import path `module:Class` of the environment, instead of tools (docs/agents.md#environments)."""
     environment_args: dict[str, FiniteValue] = field(default_factory=dict)
     """Keyword arguments of each instance of the environment."""
+    environment_isolation: IsolationMode = IsolationMode.loop
+    """Where each instance of the environment runs (docs/environments.md#isolation)."""
+    environment_venv: str = ""
+    """Virtual environment of isolation `venv`: a name that `slimrl-tools environment list` shows, or a folder."""
     workers: PositiveInt = 1
     """Processes that run the episodes; 1 for the driver itself (docs/agents.md#several-processes)."""
     start_timeout_s: PositiveFloat = 120.0

@@ -2,28 +2,27 @@
 
 import inspect
 import os
+import sys
 from functools import partial
+from pathlib import Path
 
 from slimrl.agent.chat.chat_format import CallName, ChatFormat, tool_results
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.environment import MakeEnvironment
+from slimrl.agent.environment_class import check_arguments, check_class
 from slimrl.agent.episode import EpisodeLoop, run_turns
 from slimrl.agent.gateway.agents import Agent, FunctionAgent
 from slimrl.agent.gateway.command_agent import CommandAgent
+from slimrl.agent.isolation.server import EnvironmentServer
+from slimrl.agent.isolation.thread_environment import ThreadEnvironment
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, tools_of
 from slimrl.config.agent_rules import command_words
 from slimrl.config.import_path import parameters_of_type, resolve
-from slimrl.config.schema.agent import AgentConfig, CompactionConfig
+from slimrl.config.schema.agent import AgentConfig, CompactionConfig, IsolationMode
 from slimrl.config.schema.recipe import Recipe
-
-METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "start": (("prompt",), ("seed", "scratch")),
-    "step": (("turn",), ()),
-    "close": ((), ()),
-}
-"""Arguments of each method of an environment, by place and by name."""
+from slimrl.environments.venvs import venv_python
 
 
 def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> MakeEnvironment:
@@ -39,35 +38,22 @@ def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> Ma
     agent = recipe.agent
     if not agent.environment:
         return partial(ToolEnvironment, tools, agent, recipe.rollout.tool_timeout_s)
+    if agent.environment_isolation in (IsolationMode.process, IsolationMode.venv):
+        return _in_processes(agent)
     make = resolve(agent.environment, classes=True)
-    if isinstance(make, type):
-        for name, (places, names) in METHODS.items():
-            method = getattr(make, name, None)
-            if not inspect.iscoroutinefunction(method):
-                raise ValueError(f"{agent.environment}: has no `async def {name}`, which an environment has")
-            try:
-                inspect.signature(method).bind(*_self(make, name), *places, **dict.fromkeys(names))
-            except TypeError as error:
-                said = ", ".join([*places, *(f"{one}=..." for one in names)])
-                raise ValueError(f"{agent.environment}: cannot be called as {name}({said}): {error}") from error
     given = {**dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox), **agent.environment_args}
-    try:
-        inspect.signature(make).bind(**given)
-    except TypeError as error:
-        said = ", ".join(agent.environment_args) or "no arguments"
-        raise ValueError(f"{agent.environment}: cannot be made with {said}: {error}") from error
-    check = getattr(make, "check", None)
-    if check is not None:
-        try:
-            check(**agent.environment_args)
-        except ValueError as error:
-            raise ValueError(f"{agent.environment}: {error}") from error
-    return partial(make, **given)
+    in_loop = agent.environment_isolation is IsolationMode.loop
+    check_class(agent.environment, make, given, asynchronous=in_loop)
+    check_arguments(agent.environment, make, agent.environment_args)
+    return partial(make, **given) if in_loop else partial(ThreadEnvironment, partial(make, **given))
 
 
-def _self(make: type, name: str) -> tuple[type, ...]:
-    """What stands for the instance among the arguments of a method that is looked at through its class."""
-    return () if isinstance(inspect.getattr_static(make, name), staticmethod | classmethod) else (make,)
+def _in_processes(agent: AgentConfig) -> EnvironmentServer:
+    in_venv = agent.environment_isolation is IsolationMode.venv
+    python = venv_python(agent.environment_venv) if in_venv else Path(sys.executable)
+    server = EnvironmentServer(python, agent.environment, agent.environment_args, agent.close_timeout_s)
+    server.check()
+    return server
 
 
 def load_subagents(agent: AgentConfig, sandbox: SandboxPool) -> dict[str, ToolBox]:

@@ -1,0 +1,93 @@
+"""Starts a function of slimrl's in another process, with this interpreter or that of a virtual environment."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import slimrl
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+END_S = 10.0
+"""Seconds that a process may take to end when its input has ended"""
+
+
+class OtherInterpreter:
+    """A process that runs one function.
+
+    Args:
+        python: the interpreter.
+        call: import path of the function, `module:function`.
+        arguments: of the function, as JSON has them.
+    """
+
+    def __init__(self, python: Path, call: str, arguments: Mapping[str, Any]) -> None:
+        folders, installed = [folder or os.getcwd() for folder in sys.path], (sys.prefix, sys.base_prefix)
+        job = {
+            "slimrl": str(Path(slimrl.__file__).parent),
+            # Where the user's own modules are; the packages of this interpreter are none of the other's.
+            "path": [folder for folder in folders if not any(map(Path(folder).is_relative_to, installed))],
+            "call": call,
+            "arguments": dict(arguments),
+        }
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        self._process = subprocess.Popen(
+            [str(python), str(BOOTSTRAP), json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def await_line(self, timeout_s: float) -> None:
+        """Wait until the function says that it is ready or has returned.
+
+        Raises:
+            ValueError: what the function raised as such, or that it ended otherwise or took too long.
+        """
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        line = self._process.stdout.readline() if readable else b""
+        if not line:
+            raise ValueError("it ended; see its output" if readable else f"it was not ready within {timeout_s:g} s")
+        if (refused := json.loads(line)) is not None:
+            raise ValueError(refused)
+
+    def end(self) -> None:
+        """End the process by the end of its input; kill it if it does not end."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def call_elsewhere(python: Path, call: str, arguments: Mapping[str, Any], timeout_s: float) -> None:
+    """Call a function in another process, and wait for its end.
+
+    Raises:
+        ValueError: what the function raised as such, or that it ended otherwise or took too long.
+    """
+    process = OtherInterpreter(python, call, arguments)
+    try:
+        process.await_line(timeout_s)
+    finally:
+        process.end()

@@ -1,0 +1,39 @@
+"""Turns, prompts and observations as JSON, for environments in other processes. Needs the standard library alone."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from slimrl.agent.environment import Observation, Turn
+from slimrl.agent.tool_call import MalformedCall, ToolCall
+from slimrl.data.prompt import Prompt
+
+
+def turn_json(turn: Turn) -> dict[str, Any]:
+    return asdict(turn)
+
+
+def read_turn(data: Mapping[str, Any]) -> Turn:
+    calls = (MalformedCall(**call) if "problem" in call else ToolCall(**call) for call in data["calls"])
+    return Turn(**{**data, "calls": tuple(calls)})
+
+
+def observation_json(observation: Observation) -> dict[str, Any]:
+    """The fields that the protocol has no place of its own for: all but `reward` and `done`."""
+    return {name: value for name, value in vars(observation).items() if name not in ("reward", "done")}
+
+
+def read_observation(data: Mapping[str, Any]) -> Observation:
+    """
+    Args:
+        data: of the server's answer: `observation`, `reward` and `done`.
+    """
+    return Observation(**data["observation"], reward=data["reward"], done=data["done"])
+
+
+def prompt_json(prompt: Prompt) -> dict[str, Any]:
+    return asdict(prompt)
+
+
+def read_prompt(data: Mapping[str, Any]) -> Prompt:
+    return Prompt(**data)

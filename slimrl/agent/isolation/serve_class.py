@@ -1,0 +1,39 @@
+"""Loads an environment's class in the process that will serve it, and checks it."""
+
+import importlib
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from slimrl.agent.environment_class import check_arguments, check_class
+from slimrl.agent.isolation.forking_server import BACKLOG, ForkingServer
+
+
+def check(environment: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError: there is no such class, a package that it needs is not here, or it refuses the arguments."""
+    _checked(environment, arguments)
+
+
+def serve(
+    environment: str, arguments: Mapping[str, Any], socket_path: str, close_s: float, ready: Callable[[], None]
+) -> None:
+    """Check as `check` does, call `ready` when clients can connect, and serve until the standard input ends."""
+    make = _checked(environment, arguments)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(socket_path)
+    listening.listen(BACKLOG)
+    ready()
+    ForkingServer(listening, partial(make, **arguments), close_s).run()
+
+
+def _checked(path: str, arguments: Mapping[str, Any]) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{path}: {error} (in {sys.prefix})") from error
+    check_class(path, make, arguments, asynchronous=False)
+    check_arguments(path, make, arguments)
+    return make

@@ -1,0 +1,66 @@
+"""Environments of the tests of isolation; imported by other interpreters too, so the standard library is enough."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from slimrl.agent.environment import Observation, Turn
+from slimrl.data.prompt import Prompt
+
+
+class Counter:
+    """Counts in a thread of its own; `step` does what the turn's text says."""
+
+    def __init__(self, step_by: int = 1) -> None:
+        self._step_by = step_by
+
+    @classmethod
+    def check(cls, step_by: int = 1) -> None:
+        if step_by < 1:
+            raise ValueError(f"step_by is {step_by}, not a positive number")
+
+    def start(self, prompt: Prompt, *, seed: int, scratch: dict) -> Observation:
+        self._count, self._thread, self._scratch = seed, threading.get_ident(), scratch
+        return Observation(messages=[*prompt.messages], tools=None, state_id=f"{seed}", metrics={"pid": os.getpid()})
+
+    def step(self, turn: Turn) -> Observation:
+        assert threading.get_ident() == self._thread
+        match turn.text:
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(3)
+            case "hang":
+                time.sleep(600)
+            case "raise":
+                raise RuntimeError("as told")
+            case "spawn":  # leaves a process that is in no group of this one
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        self._count += self._step_by
+        self._scratch["count"] = self._count
+        return Observation(
+            messages=[{"role": "user", "content": f"{self._count} {turn.calls}"}],
+            reward=0.5,
+            state_id=str(self._count),
+            done=turn.text == "end",
+        )
+
+    def close(self) -> None:
+        if folder := os.environ.get("SLIMRL_TEST_CLOSED"):
+            open(f"{folder}/{os.getpid()}", "w").close()
+
+
+class AsyncCounter(Counter):
+    """The same with asynchronous methods."""
+
+    async def start(self, prompt: Prompt, *, seed: int, scratch: dict) -> Observation:
+        return super().start(prompt, seed=seed, scratch=scratch)
+
+    async def step(self, turn: Turn) -> Observation:
+        return super().step(turn)
+
+    async def close(self) -> None:
+        super().close()

@@ -1,0 +1,172 @@
+"""Environments in threads, processes and virtual environments: the same answers, and what a dead one costs."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import venv
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slimrl.agent.environment import EnvironmentFailure, Turn
+from slimrl.agent.isolation.server import EnvironmentServer
+from slimrl.agent.isolation.thread_environment import ThreadEnvironment
+from slimrl.agent.tool_call import MalformedCall, ToolCall
+from slimrl.data.prompt import Prompt
+
+PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": "Count."}], label=None, metadata={"a": [1]})
+COUNTER = "integration.isolated_environments:Counter"
+CALLS = (ToolCall(name="f", arguments={"x": 1}, id="1"), MalformedCall(problem="no JSON", name="g"))
+
+
+def server(
+    path: str = COUNTER, python: Path = Path(sys.executable), close_s: float = 1.0, **arguments
+) -> EnvironmentServer:
+    return EnvironmentServer(python, path, arguments, close_s)
+
+
+@asynccontextmanager
+async def running(made: EnvironmentServer):
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def turn(text: str, calls=()) -> Turn:
+    return Turn(index=0, text=text, calls=calls)
+
+
+def children(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+async def until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.02)
+
+
+async def played(environment) -> list:
+    scratch: dict = {}
+    first = await environment.start(PROMPT, seed=5, scratch=scratch)
+    second = await environment.step(turn("go on", CALLS))
+    third = await environment.step(turn("end"))
+    await environment.close()
+    return [first.messages, first.state_id, second.messages, second.reward, second.state_id, third.done, scratch]
+
+
+@pytest.mark.parametrize("name", ["Counter", "AsyncCounter"])
+async def test_an_environment_does_the_same_in_a_thread_a_process_and_a_virtual_environment(name, tmp_path):
+    from integration import isolated_environments
+
+    make = getattr(isolated_environments, name)
+    expected = [PROMPT.messages, "5", [{"role": "user", "content": f"7 {CALLS}"}], 0.5, "7", True, {"count": 9}]
+    assert await played(ThreadEnvironment(lambda: make(step_by=2))) == expected
+    async with running(server(f"integration.isolated_environments:{name}", step_by=2)) as process:
+        assert await played(process()) == expected
+    python = venv_with_websockets(tmp_path)
+    async with running(server(f"integration.isolated_environments:{name}", python, step_by=2)) as process:
+        assert await played(process()) == expected
+
+
+def venv_with_websockets(folder: Path) -> Path:
+    """A virtual environment that has what the server needs and nothing else."""
+    import websockets
+
+    venv.create(folder / "venv", symlinks=True)
+    packages = folder / "venv" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    (packages / "websockets").symlink_to(Path(websockets.__file__).parent)
+    return folder / "venv" / "bin" / "python"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("die", "was ended by SIGKILL"),
+        ("exit", "ended with exit code 3"),
+        ("raise", "raised RuntimeError('as told')"),
+    ],
+)
+async def test_an_environment_that_dies_costs_its_own_trajectory(text, said):
+    async with running(server()) as process:
+        lost, other = process(), process()
+        for environment in (lost, other):
+            await environment.start(PROMPT, seed=0, scratch={})
+        with pytest.raises(EnvironmentFailure, match=said.replace("(", r"\(").replace(")", r"\)")):
+            await lost.step(turn(text))
+        await lost.close()
+        assert (await other.step(turn("go on"))).state_id == "1"
+        await other.close()
+
+
+async def test_the_server_is_started_anew_when_it_has_ended():
+    async with running(server()) as process:
+        assert len(await played(process())) == 7
+        first = process._process
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: first.exit_code is not None)
+        assert len(await played(process())) == 7
+        assert process._process.pid != first.pid
+
+
+async def test_an_environment_that_hangs_is_killed_when_its_trajectory_is_over():
+    async with running(server(close_s=0.5)) as process:
+        environment = process()
+        await environment.start(PROMPT, seed=0, scratch={})
+        (child,) = children(process._process.pid)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(environment.step(turn("hang")), 0.3)
+        await environment.close()
+        await until(lambda: not psutil.pid_exists(child), 5.0)
+
+
+async def test_what_an_environment_started_ends_with_it_in_whatever_session_it_is():
+    async with running(server()) as process:
+        first, second = process(), process()
+        for environment in (first, second):
+            await environment.start(PROMPT, seed=0, scratch={})
+            await environment.step(turn("spawn"))
+        assert len(children(process._process.pid)) == 4
+        await first.close()
+        await until(lambda: len(children(process._process.pid)) == 2)
+        assert (await second.step(turn("go on"))).state_id == "2"
+        last = children(process._process.pid)
+    await until(lambda: not any(map(psutil.pid_exists, last)))
+
+
+async def test_environments_are_closed_and_end_with_their_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIMRL_TEST_CLOSED", str(tmp_path))
+    async with running(server()) as process:
+        environments = [process() for _ in range(40)]
+        firsts = await asyncio.gather(*(one.start(PROMPT, seed=0, scratch={}) for one in environments))
+        pids = {str(int(first.metrics["pid"])) for first in firsts}
+        assert len(pids) == 40
+        await asyncio.gather(*(one.close() for one in environments))
+        assert set(os.listdir(tmp_path)) == pids
+        pid = process._process.pid
+        await until(lambda: not children(pid))
+        folder = Path(process._folder.name)
+    assert not psutil.pid_exists(pid)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "said"),
+    [
+        (COUNTER, {"step_by": 0}, "step_by is 0, not a positive number"),
+        (COUNTER, {"steps": 1}, "cannot be made with steps"),
+        ("integration.isolated_environments:Nothing", {}, "has no attribute 'Nothing'"),
+        ("no_such_module:Nothing", {}, "No module named 'no_such_module'"),
+        ("integration.isolated_environments:Turn", {}, "has no method start"),
+    ],
+)
+def test_a_class_is_checked_where_it_will_run(path, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        server(path, **arguments).check()
+    server(step_by=1).check()
