@@ -10,6 +10,7 @@ import typer
 from slimrl_tools.command_options import Seed, count
 from slimrl_tools.convert.commands_convert import app as convert
 from slimrl_tools.derive.commands_derive import average, dequantize, quantize, slice_layers
+from slimrl_tools.environment.commands_environment import app as environment
 from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.inspect.commands_diff_config import diff_config
 from slimrl_tools.inspect.commands_inspect import inspect
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 
 app.add_typer(convert, name="convert")
+app.add_typer(environment, name="environment")
 for command in (verify, inspect, quantize, dequantize, average, slice_layers, diff_config, prepare):
     app.command()(command)
 add_data_commands(app)

@@ -8,7 +8,7 @@ LOCKS = Path(__file__).parent / "locks"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An environment that others made."""
+    """An environment that others made, in the folder of its name."""
 
     name: str
     summary: str
@@ -17,6 +17,10 @@ class Entry:
     """Packages that it is made of, each with its version and licence"""
     size_mb: int
     """Size of the virtual environment"""
+    class_name: str
+    """Of the environment, in the module `environment` of its folder"""
+    own_process: bool = True
+    """Whether it runs in the virtual environment; otherwise that makes the data alone"""
     programs: tuple[str, ...] = ()
     """Programs of the system that it needs"""
 
@@ -25,6 +29,23 @@ class Entry:
         """Requirements of its virtual environment, every package with its version."""
         return LOCKS / f"{self.name}.txt"
 
+    @property
+    def module(self) -> str:
+        """Import path of its folder"""
+        return f"slimrl.environments.{self.name}"
+
+    @property
+    def environment(self) -> str:
+        """Import path of its class, as `agent.environment` names it"""
+        return f"{self.module}.environment:{self.class_name}"
+
 
 _ENTRIES: tuple[Entry, ...] = ()
 ENVIRONMENTS = {entry.name: entry for entry in _ENTRIES}
+
+
+def entry_of(name: str) -> Entry:
+    """Raises ValueError: there is no environment of this name."""
+    if name not in ENVIRONMENTS:
+        raise ValueError(f"no environment {name}; there are {', '.join(ENVIRONMENTS)}")
+    return ENVIRONMENTS[name]

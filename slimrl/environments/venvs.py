@@ -30,10 +30,8 @@ def venv_python(name: str) -> Path:
         ValueError: there is none, or it was made from an older lock.
     """
     if (entry := ENVIRONMENTS.get(name)) is not None:
-        if not is_installed(entry):
-            old = (venvs_folder() / name).exists()
-            said = "is of an older version" if old else "is not installed"
-            raise ValueError(f"{name} {said}. Run: slimrl-tools environment install {name}")
+        if why := why_not_here(entry):
+            raise ValueError(f"{name}: {why}. Run: slimrl-tools environment install {name}")
         return venvs_folder() / name / "bin" / "python"
     python = Path(name) / "bin" / "python"
     if not python.exists():
@@ -42,21 +40,24 @@ def venv_python(name: str) -> Path:
     return python.absolute()
 
 
-def is_installed(entry: Entry) -> bool:
-    """Whether its virtual environment is whole and of this version's lock."""
-    complete = venvs_folder() / entry.name / _COMPLETE
-    return complete.is_file() and complete.read_text() == entry.lock.read_text()
+def why_not_here(entry: Entry) -> str:
+    """Why an environment does not work on this machine; empty if it does."""
+    if missing := [program for program in entry.programs if shutil.which(program) is None]:
+        return f"needs {', '.join(missing)}, which is not on PATH"
+    folder = venvs_folder() / entry.name
+    if not (folder / _COMPLETE).is_file():
+        return "not installed"
+    return (
+        "" if (folder / _COMPLETE).read_text() == entry.lock.read_text() else "installed by another version of slimrl"
+    )
 
 
 def install(entry: Entry) -> Path:
     """Make the virtual environment of an entry, in place of an older one; returns its folder.
 
     Raises:
-        ValueError: a program of the system is missing, or a package cannot be installed.
+        ValueError: a package cannot be installed.
     """
-    for program in entry.programs:
-        if shutil.which(program) is None:
-            raise ValueError(f"{entry.name} needs the program {program}, which is not on PATH. Install it first.")
     folder = venvs_folder() / entry.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)

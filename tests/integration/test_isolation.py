@@ -15,8 +15,13 @@ import pytest
 from slimrl.agent.environment import EnvironmentFailure, Turn
 from slimrl.agent.isolation.server import EnvironmentServer
 from slimrl.agent.isolation.thread_environment import ThreadEnvironment
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_call import MalformedCall, ToolCall
+from slimrl.agent.tools import ToolBox
+from slimrl.config.schema.agent import AgentConfig, IsolationMode
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompt import Prompt
+from slimrl.rollout.task.environment import load_environment
 
 PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": "Count."}], label=None, metadata={"a": [1]})
 COUNTER = "integration.isolated_environments:Counter"
@@ -170,3 +175,36 @@ def test_a_class_is_checked_where_it_will_run(path, arguments, said):
     with pytest.raises(ValueError, match=said):
         server(path, **arguments).check()
     server(step_by=1).check()
+
+
+def recipe_with(**agent):
+    return Recipe(agent=AgentConfig(environment=COUNTER, **agent))
+
+
+async def test_a_recipe_says_where_its_environment_runs(tmp_path):
+    python = venv_with_websockets(tmp_path)
+    for settings in (
+        {"environment_isolation": IsolationMode.thread},
+        {"environment_isolation": IsolationMode.process},
+        {"environment_isolation": IsolationMode.venv, "environment_venv": str(python.parents[1])},
+    ):
+        recipe = recipe_with(environment_args={"step_by": 3}, **settings)
+        make = load_environment(recipe, ToolBox([]), SandboxPool(recipe.agent.sandbox))
+        assert (await played(make()))[-1] == {"count": 11}
+        if isinstance(make, EnvironmentServer):
+            make.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "one with plain methods needs agent.environment_isolation"),
+        ({"environment_isolation": IsolationMode.thread, "environment_args": {"step_by": 0}}, "not a positive number"),
+        ({"environment_isolation": IsolationMode.process, "environment_args": {"step_by": 0}}, "not a positive number"),
+        ({"environment_isolation": IsolationMode.venv, "environment_venv": "nowhere"}, "nor a folder with bin/python"),
+    ],
+)
+def test_an_environment_that_cannot_run_where_it_should_is_refused(settings, said):
+    recipe = recipe_with(**settings)
+    with pytest.raises(ValueError, match=f"(?i){said}"):
+        load_environment(recipe, ToolBox([]), SandboxPool(recipe.agent.sandbox))

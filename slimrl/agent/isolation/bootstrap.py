@@ -3,8 +3,9 @@
 Its one argument is JSON: `slimrl`, the folder of that package, `path`, further folders to import from, `call`, the
 import path of the function, and `arguments`. Of slimrl the function may import what needs the standard library alone.
 
-The output is one line of JSON: `null` when the function has returned, or calls its argument `ready`, which it gets if it
-has one; the message of a ValueError, which is what the user got wrong. All else that is printed goes to standard error.
+The output is one line of JSON: `null` when the function has returned, or calls its argument `ready`, which it gets if
+it has one; the message of a ValueError, which is what the user got wrong. All else that is printed goes to standard
+error.
 """
 
 import importlib

@@ -1,0 +1,1 @@
+"""`slimrl-tools environment`: environments that others made."""

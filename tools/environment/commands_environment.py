@@ -1,0 +1,92 @@
+"""`slimrl-tools environment`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from slimrl_tools.command_options import Seed
+from slimrl_tools.exit_codes import exit_codes
+
+app = typer.Typer(no_args_is_help=True, help="Environments that others made (docs/environments.md).")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of an environment that `list` shows.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="OPTION=VALUE", help="Of the environment's tasks, such as a difficulty; repeatable."),
+]
+
+
+@app.command("list")
+def list_environments() -> None:
+    """Show what there is, and whether it works here."""
+    from slimrl_tools.terminal import make_console, make_table
+
+    from slimrl.environments.catalogue import ENVIRONMENTS
+    from slimrl.environments.venvs import why_not_here
+
+    table = make_table("name", "what it is", "made of", "MB", "here", right=("MB",))
+    for entry in ENVIRONMENTS.values():
+        here = why_not_here(entry) or "works"
+        table.add_row(entry.name, entry.summary, entry.packages, str(entry.size_mb), here)
+    make_console().print(table)
+
+
+@app.command()
+def install(names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Environments, or `all`.")]) -> None:
+    """Make the virtual environment of each, from the versions that slimrl pins."""
+    from slimrl.environments.catalogue import ENVIRONMENTS, entry_of
+    from slimrl.environments.venvs import install as make_venv
+    from slimrl.environments.venvs import venv_python, why_not_here
+
+    with exit_codes():
+        for entry in ENVIRONMENTS.values() if names == ["all"] else [entry_of(name) for name in names]:
+            if why_not_here(entry):
+                typer.echo(f"{entry.name}: installing {entry.packages}, {entry.size_mb} MB")
+                make_venv(entry)
+            typer.echo(f"{entry.name}: {why_not_here(entry) or venv_python(entry.name)}")
+
+
+@app.command()
+def data(
+    name: Name,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the files, which is made.")],
+    num: Annotated[int, typer.Option(min=1, help="Tasks to train on.")] = 100,
+    heldout: Annotated[int, typer.Option(min=1, help="Tasks to evaluate on.")] = 50,
+    seed: Seed = 0,
+    options: Options = None,
+) -> None:
+    """Write the prompt files train.jsonl and heldout.jsonl of an environment, and what they need."""
+    from slimrl_tools.environment.check import write_data
+
+    from slimrl.environments.catalogue import entry_of
+
+    with exit_codes():
+        write_data(entry_of(name), out, num=num, heldout=heldout, seed=seed, options=_values(options))
+        typer.echo("\n".join(str(path) for path in sorted(out.glob("*.jsonl"))))
+
+
+@app.command()
+def check(
+    name: Name,
+    player: Annotated[str, typer.Option(help="Who plays: solver or random.")] = "solver",
+    seed: Seed = 0,
+    options: Options = None,
+) -> None:
+    """Play an episode by a scripted player and show it."""
+    from slimrl_tools.environment.check import check as play_and_show
+
+    from slimrl.environments.catalogue import entry_of
+
+    with exit_codes():
+        play_and_show(entry_of(name), player=player, seed=seed, options=_values(options))
+
+
+def _values(options: list[str] | None) -> dict[str, Any]:
+    """Raises ValueError: one is not OPTION=VALUE."""
+    values: dict[str, Any] = {}
+    for option in options or []:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"--set {option}: write OPTION=VALUE")
+        values[name] = int(value) if value.lstrip("-").isdecimal() else value
+    return values
