@@ -18,7 +18,7 @@ class Entry:
     size_mb: int
     """Size of the virtual environment"""
     class_name: str
-    """Of the environment, in the module `environment` of its folder"""
+    """Name of its class, in the module `environment` of its folder"""
     own_process: bool = True
     """Whether it runs in the virtual environment; otherwise that makes the data alone"""
     programs: tuple[str, ...] = ()

@@ -175,6 +175,8 @@ def test_what_is_no_episode_is_refused_before_anything_starts():
         ("agent.system_prompt=x", "agent.system_prompt"),
         ("agent.environment=guess", "agent.environment"),
         ("agent.environment=''", "agent.environment_args"),
+        ("agent.environment_isolation=venv", "agent.environment_venv"),
+        ("agent.environment_venv=somewhere", "agent.environment_venv"),
         ("agent.start_retries=-1", "agent.start_retries"),
     ],
 )

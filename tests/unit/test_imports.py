@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "device": LEAVES,
     "algorithms": LEAVES,
     "agent": LEAVES,
+    "environments": {*LEAVES, "agent"},
     "rewards": {*LEAVES, "agent"},
     "observability": LEAVES,
     "megatron_patches": {*LEAVES, "device"},
@@ -31,8 +32,8 @@ MAY_IMPORT = {
     "trainer": {*LEAVES, "device", "algorithms", "models", "quantization", "checkpoints", "megatron_patches"},
     "engines": {*LEAVES, "device", "models", "quantization", "checkpoints", "resync"},
     "rollout": {
-        *LEAVES, "device", "algorithms", "agent", "rewards", "observability", "models", "checkpoints", "evaluation",
-        "resync", "engines",
+        *LEAVES, "device", "algorithms", "agent", "environments", "rewards", "observability", "models", "checkpoints",
+        "evaluation", "resync", "engines",
     },
     "runtime": {
         *LEAVES, "device", "algorithms", "agent", "rewards", "observability", "models", "quantization", "checkpoints",

@@ -19,7 +19,7 @@ class Instance:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._runner: asyncio.Runner | None = None
-        """Of asynchronous methods: one event loop for all of them"""
+        """Runs asynchronous methods, all in one event loop; None before the first"""
         self._environment: Any = None
 
     def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:

@@ -36,6 +36,7 @@ class OtherInterpreter:
             "arguments": dict(arguments),
         }
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        env["PYTHONHASHSEED"] = "0"  # sets of texts have the same order in every run
         self._process = subprocess.Popen(
             [str(python), str(BOOTSTRAP), json.dumps(job)],
             stdin=subprocess.PIPE,
