@@ -47,7 +47,9 @@ def _check_method(
     path: str, make: type, name: str, places: tuple[str, ...], names: tuple[str, ...], *, asynchronous: bool
 ) -> None:
     method = getattr(make, name, None)
-    if not callable(method) and not asynchronous:
+    if not callable(method):
+        method = None
+    if method is None and not asynchronous:
         raise ValueError(f"{path}: has no method {name}, which an environment has")
     if asynchronous and not inspect.iscoroutinefunction(method):
         raise ValueError(
