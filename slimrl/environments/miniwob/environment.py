@@ -84,11 +84,11 @@ class MiniwobEnvironment:
         self._context.set_default_timeout(BROWSER_MS)
         self._context.add_init_script(COUNT_TIMERS)
         self._task, self._page = task, self._context.new_page()
-        self._goal, _ = task.setup(self._page)
+        self._goal = " ".join(task.setup(self._page)[0].split())
         self._page.evaluate(STOP_ANIMATIONS)
         *others, last = prompt.messages
         self._look()
-        said = f"{last['content']}\n\n{self._goal}\n{self._shown.text}".strip()
+        said = f"{last['content']}\n\nGoal: {self._goal}\n{self._shown.text}".strip()
         return Observation(messages=[*others, {**last, "content": said}], state_id=self._state())
 
     def step(self, turn: Turn) -> Observation:

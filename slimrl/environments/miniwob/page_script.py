@@ -46,6 +46,13 @@ HINTS = """
 """
 """Identifier, class or image of each element: what there is to say of one without a text"""
 
+LISTS = """
+() => Object.fromEntries(Array.from(document.querySelectorAll('select[bid]'), (one) => [
+  one.getAttribute('bid'), Array.from(one.options, (option) => option.label),
+]))
+"""
+"""The options of each list"""
+
 OPTIONS = "(one) => (one instanceof HTMLSelectElement ? Array.from(one.options, (option) => option.label) : null)"
 
 IS_FIELD = """
@@ -54,4 +61,11 @@ IS_FIELD = """
     .includes(one.type))
 """
 
-SCROLL = "(one, pixels) => one.scrollBy(0, pixels)"
+SCROLL = """
+(one, pixels) => {
+  const scrolls = (node) => node.scrollHeight > node.clientHeight && getComputedStyle(node).overflowY !== 'visible';
+  while (one.parentElement && !scrolls(one)) one = one.parentElement;
+  one.scrollBy(0, pixels);
+}
+"""
+"""Scrolls the element, or what it is in"""

@@ -3,6 +3,7 @@
 BrowserGym's helpers number the elements, read the tree, and say which elements are visible and usable.
 """
 
+import json
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,7 +12,7 @@ from browsergym.core import observation
 from browsergym.utils.obs import IGNORED_AXTREE_PROPERTIES, IGNORED_AXTREE_ROLES, flatten_axtree_to_str
 from playwright.sync_api import Page
 
-from slimrl.environments.miniwob.page_script import HINTS
+from slimrl.environments.miniwob.page_script import HINTS, LISTS
 
 _MIN_VISIBLE = 0.5
 """Part of an element that is seen if it is visible, as BrowserGym has it"""
@@ -43,37 +44,42 @@ def read_page(page: Page, view: View) -> PageView:
     try:
         snapshot = observation.extract_dom_snapshot(page)
         tree = observation.extract_merged_axtree(page)
-        hints = page.evaluate(HINTS)
+        hints, lists = page.evaluate(HINTS), page.evaluate(LISTS)
     finally:
         observation._post_extract(page)
     facts = observation.extract_dom_extra_properties(snapshot, 1.0)
-    tree_view = _Tree(tree, facts, hints)
+    tree_view = _Tree(tree, facts, hints, lists)
     return tree_view.whole() if view is View.axtree else tree_view.marks()
 
 
 class _Tree:
-    """An accessibility tree whose elements without a name have a hint as their name."""
+    """An accessibility tree whose elements say what they are: those without a name by a hint, lists by their options."""
 
-    def __init__(self, tree: dict[str, Any], facts: dict[str, Any], hints: dict[str, str]) -> None:
+    def __init__(
+        self, tree: dict[str, Any], facts: dict[str, Any], hints: dict[str, str], lists: dict[str, list[str]]
+    ) -> None:
         self._tree, self._facts = tree, facts
         self._nodes = {node["nodeId"]: node for node in tree["nodes"]}
         for node in self._nodes.values():
+            bid = node.get("browsergym_id", "")
             if self._is_mark(node) and _role(node) in _NO_ROLES:
                 node["role"]["value"] = _USABLE
-            bid = node.get("browsergym_id")
+                node["name"]["value"] = self._text(node)
             if "name" in node and not _name(node) and _role(node) not in _NO_ROLES and not self._text(node):
                 node["name"]["value"] = hints.get(bid, "")
+            if bid in lists:
+                node.setdefault("properties", []).append({"name": "options", "value": {"value": lists[bid]}})
 
     def whole(self) -> PageView:
         text = flatten_axtree_to_str(
             self._tree,
             self._facts,
             filter_visible_only=True,
-            ignored_roles=[*IGNORED_AXTREE_ROLES, "InlineTextBox"],
-            ignored_properties=[*IGNORED_AXTREE_PROPERTIES, "url", "orientation", "multiselectable", "controls"],
+            ignored_roles=[*IGNORED_AXTREE_ROLES, "InlineTextBox", "MenuListPopup"],
+            ignored_properties=[*IGNORED_AXTREE_PROPERTIES, "url", "orientation", "multiselectable", "controls", "hasPopup"],
         )
         # The first line is the document itself, whose title says the task's name.
-        lines = [line.removeprefix("\t") for line in text.splitlines()[1:]]
+        lines = [line.removeprefix("\t") for line in text.splitlines()[1:] if line.strip() != "StaticText ''"]
         elements = {int(bid) for bid, facts in self._facts.items() if bid.isdecimal() and _is_visible(facts)}
         return PageView(text="\n".join(lines), elements=frozenset(elements))
 
@@ -83,10 +89,12 @@ class _Tree:
         return PageView(text=text, elements=frozenset(int(node["browsergym_id"]) for node in nodes))
 
     def _line(self, node: Node) -> str:
-        line = f'[{node["browsergym_id"]}] {_role(node)} "{_name(node) or self._text(node)}"'
+        line = f"[{node['browsergym_id']}] {_role(node)} {_quoted(_name(node) or self._text(node))}"
         if (value := node.get("value", {}).get("value")) not in (None, ""):
-            line += f' value="{value}"'
+            line += f" value={_quoted(value)}"
         for state in node.get("properties", []):
+            if state["name"] == "options":
+                line += f" options={_quoted(state['value']['value'])}"
             if state["name"] in _SHOWN_STATES and state["value"].get("value") in (True, "true", "mixed"):
                 line += f" {state['name']}"
         return line
@@ -105,7 +113,14 @@ class _Tree:
     def _is_mark(self, node: Node) -> bool:
         bid = node.get("browsergym_id", "")
         facts = self._facts.get(bid)
-        return bool(bid.isdecimal() and facts and facts["set_of_marks"] and _is_visible(facts) and "name" in node)
+        if not bid.isdecimal() or facts is None or "name" not in node:
+            return False
+        is_icon = _role(node) == "image" and facts["clickable"]
+        return _is_visible(facts) and (facts["set_of_marks"] or is_icon)
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_visible(facts: dict[str, Any]) -> bool:
