@@ -115,8 +115,7 @@ class _Tree:
         facts = self._facts.get(bid)
         if not bid.isdecimal() or facts is None or "name" not in node:
             return False
-        is_icon = _role(node) == "image" and facts["clickable"]
-        return _is_visible(facts) and (facts["set_of_marks"] or is_icon)
+        return bool(facts["set_of_marks"]) and _is_visible(facts)
 
 
 def _quoted(value: Any) -> str:
