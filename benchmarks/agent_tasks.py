@@ -44,6 +44,14 @@ TASKS = {
     )
     for name, updates in {"python": 600, "search": 800}.items()
 }
+TASKS["miniwob"] = Task(
+    recipe="environments/miniwob_tiny.yaml",
+    data=(
+        "environment", "data", "miniwob", "--num", "2000", "--set", "tasks=click-button,click-test-2",
+        "--set", "instructions=Act.", "--set", "demonstrations=8000",
+    ),
+    sft_updates=400,
+)  # fmt: skip
 """Task by name; those of environments that others made need `slimrl-tools environment install`"""
 HELDOUT = "eval/heldout/reward_mean"
 COMMAND_TIMEOUT_S = 7200.0

@@ -40,7 +40,16 @@ class Entry:
         return f"{self.module}.environment:{self.class_name}"
 
 
-_ENTRIES: tuple[Entry, ...] = ()
+_ENTRIES: tuple[Entry, ...] = (
+    Entry(
+        name="miniwob",
+        summary="tasks on web pages, in a browser",
+        packages="miniwob 1.1.0 (MIT), browsergym-miniwob 0.14.3 and playwright 1.44.0 (Apache 2.0)",
+        size_mb=205,
+        class_name="MiniwobEnvironment",
+        programs=("chromium",),
+    ),
+)
 ENVIRONMENTS = {entry.name: entry for entry in _ENTRIES}
 
 

@@ -1,9 +1,9 @@
 """Tasks of MiniWoB++ as an environment of slimrl (docs/environments.md).
 
-1. `share` starts one chromium in the process that forks the instances. An instance in a process without one has its own.
+1. `share` starts one chromium in the process that forks the instances. Without that an instance has its own.
 2. `start` opens the task's page in a browser context of its own. The prompt's metadata has `task` and `seed`.
 3. `step` does the one action that the turn names and shows the page, once the timers that are due have run.
-4. The page says when the episode is over. The reward is 1 if its own verdict, without its penalty for time, is positive.
+4. The page says when the episode is over. The reward is 1 if its verdict, without its penalty for time, is positive.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from browsergym.miniwob import ALL_MINIWOB_TASKS
 from browsergym.miniwob.base import AbstractMiniwobTask
-from playwright.sync_api import Browser, BrowserContext, Error, Locator, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Locator, Playwright, sync_playwright
 from playwright.sync_api import TimeoutError as TooLate
 
 from slimrl.agent.environment import Observation, Turn, error_text
@@ -196,7 +196,9 @@ def make_task(prompt: Prompt) -> AbstractMiniwobTask:
     """Raises ValueError: the prompt's metadata names no task that there is, or no seed."""
     name, seed = prompt.metadata.get("task"), prompt.metadata.get("seed")
     if name not in tasks() or not isinstance(seed, int):
-        raise ValueError(f"{prompt.prompt_id}: metadata needs task, a name such as click-test, and seed, a whole number")
+        raise ValueError(
+            f"{prompt.prompt_id}: metadata needs task, a name such as click-test, and seed, a whole number"
+        )
     return tasks()[name](seed=seed, base_url=f"{_pages().as_uri()}/", episode_max_time=EPISODE_MS)
 
 

@@ -40,7 +40,9 @@ def mail(goal: str, page: Page) -> Script:
     sender, text, receiver = _mail_task(goal)
     word = goal.lower()
     if text is None and receiver is None:
-        _, number = yield from _scrolled_to_row(page, sender, "trash" if "delete" in word or "trash" in word else "star")
+        _, number = yield from _scrolled_to_row(
+            page, sender, "trash" if "delete" in word or "trash" in word else "star"
+        )
         yield f"click({number})"
         return
     page, _ = yield from _scrolled_to_row(page, sender, "star")

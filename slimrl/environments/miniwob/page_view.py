@@ -53,7 +53,7 @@ def read_page(page: Page, view: View) -> PageView:
 
 
 class _Tree:
-    """An accessibility tree whose elements say what they are: those without a name by a hint, lists by their options."""
+    """An accessibility tree whose elements say what they are: without a name by a hint, lists by their options."""
 
     def __init__(
         self, tree: dict[str, Any], facts: dict[str, Any], hints: dict[str, str], lists: dict[str, list[str]]
@@ -76,7 +76,14 @@ class _Tree:
             self._facts,
             filter_visible_only=True,
             ignored_roles=[*IGNORED_AXTREE_ROLES, "InlineTextBox", "MenuListPopup"],
-            ignored_properties=[*IGNORED_AXTREE_PROPERTIES, "url", "orientation", "multiselectable", "controls", "hasPopup"],
+            ignored_properties=[
+                *IGNORED_AXTREE_PROPERTIES,
+                "url",
+                "orientation",
+                "multiselectable",
+                "controls",
+                "hasPopup",
+            ],
         )
         # The first line is the document itself, whose title says the task's name.
         lines = [line.removeprefix("\t") for line in text.splitlines()[1:] if line.strip() != "StaticText ''"]

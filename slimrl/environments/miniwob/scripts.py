@@ -126,8 +126,8 @@ def enter_texts(goal: str, page: Page) -> Script:
 
 
 def copy_paste(goal: str, page: Page) -> Script:
-    shown, field = page.all("textbox")
-    page = yield fill(field.number, shown.value)
+    shown = next(line for line in page.all("textbox") if line.value)
+    page = yield fill(page.number_of("answer-input"), shown.value)
     yield click(page, "Submit")
 
 
@@ -195,8 +195,8 @@ def odd_or_even(goal: str, page: Page) -> Script:
 SCRIPTS: dict[str, MakeScript] = {
     "click-test": click_only_button, "click-test-2": click_buttons_in_capitals,
     "click-test-transfer": click_buttons_in_capitals, "click-button": click_name_in_quotes,
-    "click-button-sequence": click_buttons_in_capitals, "click-link": click_name_in_quotes, "click-dialog": click_dialog,
-    "click-dialog-2": click_dialog, "click-tab": click_tab, "click-tab-2": search_tabs,
+    "click-button-sequence": click_buttons_in_capitals, "click-link": click_name_in_quotes,
+    "click-dialog": click_dialog, "click-dialog-2": click_dialog, "click-tab": click_tab, "click-tab-2": search_tabs,
     "click-collapsible": open_section, "click-collapsible-2": search_sections, "click-option": click_choices,
     "click-checkboxes": click_choices, "click-checkboxes-large": click_choices,
     "click-checkboxes-transfer": click_choices, "choose-list": choose_from_list, "focus-text": focus,
