@@ -22,9 +22,9 @@ class Line:
     role: str
     name: str
     options: tuple[str, ...] = ()
-    """Of a list"""
+    """Options of a list"""
     value: str = ""
-    """Of a field"""
+    """Text of a field"""
 
 
 @dataclass(frozen=True)
