@@ -1,6 +1,6 @@
 """Tasks of MiniWoB++ as an environment of slimrl (docs/environments.md).
 
-1. `share` starts one chromium in the process that forks the instances. Without that an instance has its own.
+1. `share` starts one chromium in the process that forks the instances, with a network of their own.
 2. `start` opens the task's page in a browser context of its own. The prompt's metadata has `task` and `seed`.
 3. `step` does the one action that the turn names and shows the page, once the timers that are due have run.
 4. The page says when the episode is over. The reward is 1 if its verdict, without its penalty for time, is positive.
@@ -21,6 +21,7 @@ from slimrl.agent.environment import Observation, Turn, error_text
 from slimrl.data.prompt import Prompt
 from slimrl.environments.miniwob.actions import Action, parse_action
 from slimrl.environments.miniwob.chromium import Chromium, find_chromium
+from slimrl.environments.miniwob.own_network import leave_network
 from slimrl.environments.miniwob.page_script import (
     COUNT_TIMERS,
     IS_FIELD,
@@ -54,7 +55,6 @@ class MiniwobEnvironment:
 
     def __init__(self, view: str = "axtree") -> None:
         self._view = View(view)
-        self._own: Chromium | None = None
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
         self._context: BrowserContext | None = None
@@ -70,16 +70,16 @@ class MiniwobEnvironment:
 
     @classmethod
     def share(cls, view: str = "axtree") -> None:
-        """Start the chromium that all instances use; it ends with this process."""
+        """Start the chromium that all instances use, out of reach of all other processes; it ends with this one."""
+        leave_network()
         cls._shared = Chromium()
 
     def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises ValueError: the prompt's metadata has no task that there is, or no seed."""
         task = make_task(prompt)
-        chromium = self._shared or Chromium()
-        self._own = None if chromium is self._shared else chromium
+        assert self._shared is not None, "share was not called"
         self._playwright = sync_playwright().start()
-        self._browser = self._playwright.chromium.connect_over_cdp(chromium.endpoint, timeout=BROWSER_MS)
+        self._browser = self._playwright.chromium.connect_over_cdp(self._shared.endpoint, timeout=BROWSER_MS)
         self._context = self._browser.new_context(viewport=VIEWPORT)
         self._context.set_default_timeout(BROWSER_MS)
         self._context.add_init_script(COUNT_TIMERS)
@@ -119,8 +119,6 @@ class MiniwobEnvironment:
             self._browser.close()
         if self._playwright is not None:
             self._playwright.stop()
-        if self._own is not None:
-            self._own.close()
 
     def _do(self, action: Action) -> None:
         """Do an action and wait for what it led to.
