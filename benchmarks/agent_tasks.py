@@ -45,7 +45,7 @@ TASKS = {
     for name, updates in {"python": 600, "search": 800}.items()
 }
 TASKS["miniwob"] = Task(
-    recipe="environments/miniwob_tiny.yaml",
+    recipe="tiny_moe/gspo_miniwob.yaml",
     data=(
         "environment", "data", "miniwob", "--num", "2000", "--set", "tasks=click-button,click-test-2",
         "--set", "instructions=Act.", "--set", "demonstrations=8000",
