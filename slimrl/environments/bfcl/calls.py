@@ -1,0 +1,108 @@
+"""The objects that the tools of an entry act on, and the calls that the policy makes of their methods.
+
+A method is called with the arguments as they are; no text of the policy is evaluated. Answers and errors are those of
+the package's own executor.
+"""
+
+import copy
+import importlib
+import json
+import keyword
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from slimrl.environments.bfcl.entry import Entry
+
+FAILED = "Error during execution: "
+"""Begins the answer to a call that raised, as in the package"""
+LARGEST = {"exponent": 1e3, "precision": 1e3, "decimal_places": 1e3, "base": 1e15}
+"""Largest size of the numbers of MathAPI that would otherwise take any amount of time and memory, by parameter"""
+
+
+class Instances:
+    """One fresh object of each class of an entry, and the functions that the policy may call of them.
+
+    Args:
+        offered: names of these functions. Others, and methods that begin with an underscore, cannot be called.
+    """
+
+    def __init__(self, entry: Entry, offered: Collection[str]) -> None:
+        self.by_class = {name: _instance(name, entry) for name in entry.involved_classes}
+        self._methods: dict[str, Any] = {}
+        self.offer(offered)
+
+    def offer(self, names: Collection[str]) -> None:
+        """Let the policy call these functions too."""
+        for one in self.by_class.values():
+            public = (name for name in names if not name.startswith("_"))
+            self._methods |= {name: getattr(one, name) for name in public if hasattr(one, name)}
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
+        """The answer to a call, and the call as Python text for the checker; None if nothing was called."""
+        if name not in self._methods:
+            return f"{FAILED}name '{name}' is not defined", None
+        text = call_text(name, arguments)
+        if text is None:
+            return f"{FAILED}arguments of {name} must be named by identifiers and have finite numbers", None
+        if large := _too_large(arguments):
+            return f"{FAILED}{large} of {name} is too large", None
+        try:
+            result = self._methods[name](**arguments)
+        except Exception as error:  # noqa: BLE001 - the package answers whatever its methods raise
+            return f"{FAILED}{error}", text
+        return _shown(result), text
+
+
+def is_error(answer: str) -> bool:
+    """Whether a call raised, or its function answered that it could not do it."""
+    return answer.startswith((FAILED, '{"error":'))
+
+
+def call_text(name: str, arguments: Mapping[str, Any]) -> str | None:
+    """The call as Python text that evaluates to nothing but this call; None if there is none.
+
+    Args:
+        name: of a function; it must be known to be one.
+        arguments: values of JSON.
+    """
+    names_fit = all(each.isidentifier() and not keyword.iskeyword(each) for each in arguments)
+    if not names_fit or not _is_finite(arguments):
+        return None
+    return f"{name}({','.join(f'{each}={value!r}' for each, value in arguments.items())})"
+
+
+def _instance(class_name: str, entry: Entry) -> Any:
+    backend = importlib.import_module("bfcl_eval.constants.executable_backend_config")
+    made = getattr(importlib.import_module(backend.CLASS_FILE_PATH_MAPPING[class_name]), class_name)()
+    if class_name not in backend.STATELESS_CLASSES:
+        config = copy.deepcopy(entry.initial_config.get(class_name, {}))
+        made._load_scenario(config, long_context=entry.is_long)
+    return made
+
+
+def _shown(result: Any) -> str:
+    if isinstance(result, str):
+        return result
+    if isinstance(result, dict):
+        try:
+            return json.dumps(result)
+        except (TypeError, ValueError, RecursionError):
+            return str(result)
+    return str(result)
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _too_large(arguments: Mapping[str, Any]) -> str | None:
+    """The first argument that is beyond LARGEST."""
+    for name, value in arguments.items():
+        if name in LARGEST and isinstance(value, int | float) and abs(value) > LARGEST[name]:
+            return name
+    return None

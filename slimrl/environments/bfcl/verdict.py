@@ -1,0 +1,82 @@
+"""The package's own checker, run on the calls that the policy made.
+
+The checker keeps its objects as globals of a module, by names that begin with a name of the model. Each run has a name
+of its own, and its objects are removed after it.
+"""
+
+import importlib
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from slimrl.environments.bfcl.entry import Entry
+
+CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
+OBJECTS = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils"
+
+Calls = Sequence[Sequence[Sequence[str]]]
+"""Python calls by user turn and step"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    valid: bool
+    progress: float
+    """Fraction of the user turns with a ground truth that passed, up to the first one that did not; 1 exactly if
+    valid"""
+    problem: str = ""
+    """The checker's `error_type` of the first user turn that did not pass"""
+
+
+def judge(entry: Entry, calls: Calls) -> Verdict:
+    """Whether the calls of an episode do what the ground truth does, after every user turn.
+
+    Args:
+        calls: of the user turns that the policy has finished, from the first on.
+    """
+    num_turns = len(entry.ground_truth)
+    problem = _problem(entry, calls, num_turns) if len(calls) == num_turns else "multi_turn:force_terminated"
+    if problem is None:
+        return Verdict(valid=True, progress=1.0)
+    num_passed = 0
+    while num_passed < min(len(calls), num_turns - 1) and _problem(entry, calls, num_passed + 1) is None:
+        num_passed += 1
+    asked = [bool(turn) for turn in entry.ground_truth]
+    return Verdict(valid=False, progress=sum(asked[:num_passed]) / max(1, sum(asked)), problem=problem)
+
+
+def _problem(entry: Entry, calls: Calls, num_turns: int) -> str | None:
+    """The checker's `error_type` for the first user turns alone; None if they are valid."""
+    made = {"id": entry.id, "initial_config": entry.initial_config, "involved_classes": entry.involved_classes}
+    category = entry.id.rsplit("_", 1)[0]
+    with _own_objects() as model_name:
+        try:
+            found: dict[str, Any] = importlib.import_module(CHECKER).multi_turn_checker(
+                [[list(step) for step in turn] for turn in calls[:num_turns]],
+                entry.ground_truth[:num_turns],
+                made,
+                category,
+                model_name,
+            )
+        except RecursionError:
+            # A folder that was copied into itself; it has no end to compare.
+            return "multi_turn:endless_state"
+    return None if found["valid"] else str(found["error_type"])
+
+
+@contextmanager
+def _own_objects() -> Iterator[str]:
+    """A name of a model for which the checker makes new objects, which are removed in the end."""
+    name, module = f"slimrl{uuid.uuid4().hex}", importlib.import_module(OBJECTS)
+    try:
+        yield name
+    finally:
+        _remove(module, name)
+
+
+def _remove(module: ModuleType, name: str) -> None:
+    for variable in [each for each in vars(module) if each.startswith(name)]:
+        delattr(module, variable)
