@@ -97,9 +97,7 @@ def _parameters(class_name: str) -> dict[str, list[str]]:
     return {name: list(inspect.signature(getattr(made, name)).parameters)[1:] for name in names}
 
 
-def _shuffled_base(
-    num: int, heldout: int, seed: int, turns: int | None, classes: Sequence[str] | None
-) -> list[Entry]:
+def _shuffled_base(num: int, heldout: int, seed: int, turns: int | None, classes: Sequence[str] | None) -> list[Entry]:
     fitting = [
         entry
         for entry in entries("base")

@@ -39,8 +39,8 @@ class Entry:
 
     def to_metadata(self) -> dict[str, Any]:
         """The metadata of a prompt, with the calls of `solution` for players."""
-        given = {name: value for name, value in vars(self).items() if value not in (None, {})}
-        return {**given, "solution": self.solution()}
+        kept = {name: value for name, value in vars(self).items() if value is not None}
+        return {**kept, "solution": self.solution()}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "Entry":

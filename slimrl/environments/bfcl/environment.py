@@ -8,7 +8,7 @@
 
 from typing import Any, Literal, get_args
 
-from slimrl.agent.environment import Observation, Turn, answers, call_name
+from slimrl.agent.environment import UNKNOWN_TOOL, Observation, Turn, answers
 from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.data.prompt import Prompt
 from slimrl.environments.bfcl.calls import FAILED, Instances, is_error
@@ -69,10 +69,10 @@ class BfclEnvironment:
         self._num_steps += 1
         if turn.is_last or turn.finish_reason == "end" or self._num_steps > self._max_steps:
             return self._over(finished=False)
-        failed = [call_name(call) for call, result in zip(turn.calls, results, strict=True) if is_error(result)]
-        return Observation(
-            messages=answers(turn, results), state_id=self._state_id(), reward=0.0, tool_errors=failed
-        )
+        failed = [
+            call.name or UNKNOWN_TOOL for call, result in zip(turn.calls, results, strict=True) if is_error(result)
+        ]
+        return Observation(messages=answers(turn, results), state_id=self._state_id(), reward=0.0, tool_errors=failed)
 
     def close(self) -> None:
         """Nothing is held but objects of Python."""

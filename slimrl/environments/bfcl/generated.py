@@ -29,9 +29,7 @@ class Request:
 
     def calls(self, template: Sequence[Call]) -> list[Call]:
         """The calls of one of the kind's templates."""
-        return [
-            (name, {key: self._filled(value) for key, value in arguments.items()}) for name, arguments in template
-        ]
+        return [(name, {key: self._filled(value) for key, value in arguments.items()}) for name, arguments in template]
 
     def right_calls(self) -> list[Call]:
         return self.calls(self.kind.right)

@@ -1,4 +1,4 @@
-"""The kinds of requests that generated tasks consist of: their texts, right calls, and mistakes that are easily made."""
+"""The kinds of requests that generated tasks consist of: their texts, right calls, and easily made mistakes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
