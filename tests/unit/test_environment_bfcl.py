@@ -128,6 +128,25 @@ said = [rewards, len(set(vars(objects)) - before), [name for name in before if "
     assert said == [[0.0, 1.0, 0.0, 1.0], 0, []]
 
 
+def test_what_a_tweet_keeps_changes_neither_the_calls_nor_the_next_episode():
+    said = say("""
+twitter = Entry(id="own_0", involved_classes=["TwitterAPI"], initial_config={"TwitterAPI": {"authenticated": True}},
+                questions=[[{"role": "user", "content": "Post."}]],
+                ground_truth=[["post_tweet(content='x')", "mention(tweet_id=0,mentioned_usernames=['@a'])"]])
+given = {"content": "y", "mentions": ["@b"]}
+posts = ("post_tweet", {"content": "x"}), ("mention", {"tweet_id": 0, "mentioned_usernames": ["@a"]})
+said = [given]
+for _ in range(2):
+    environment = started(twitter)
+    said.append([told(environment, name, **arguments) for name, arguments in posts][0])
+    told(environment, "post_tweet", **given)
+    told(environment, "mention", tweet_id=1, mentioned_usernames=["@c"])
+    answer(environment)""")
+    assert said[0] == {"content": "y", "mentions": ["@b"]}
+    assert said[1] == said[2]
+    assert '"mentions": []' in said[1]
+
+
 def test_progress_counts_the_requests_up_to_the_first_one_that_was_not_met():
     said = say("""
 touch = lambda name: [("touch", {"file_name": name})]

@@ -1,7 +1,7 @@
 """The objects that the tools of an entry act on, and the calls that the policy makes of their methods.
 
-A method is called with the arguments as they are; no text of the policy is evaluated. Answers and errors are those of
-the package's own executor.
+A method is called with a copy of the arguments, which it may keep and change; no text of the policy is evaluated.
+Answers and errors are those of the package's own executor.
 """
 
 import copy
@@ -9,7 +9,8 @@ import importlib
 import json
 import keyword
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from slimrl.environments.bfcl.entry import Entry
@@ -48,10 +49,28 @@ class Instances:
         if large := _too_large(arguments):
             return f"{FAILED}{large} of {name} is too large", None
         try:
-            result = self._methods[name](**arguments)
+            with kept_defaults([self._methods[name].__func__]):
+                result = self._methods[name](**copy.deepcopy(dict(arguments)))
         except Exception as error:  # noqa: BLE001 - the package answers whatever its methods raise
             return f"{FAILED}{error}", text
         return _shown(result), text
+
+
+@contextmanager
+def kept_defaults(functions: Sequence[Any]) -> Iterator[None]:
+    """Give functions their default arguments again afterwards: some are lists, which the package's methods change."""
+    before = [copy.deepcopy(function.__defaults__) for function in functions]
+    try:
+        yield
+    finally:
+        for function, defaults in zip(functions, before, strict=True):
+            function.__defaults__ = defaults
+
+
+def package_class(name: str) -> Any:
+    """A class of the package by its name."""
+    backend = importlib.import_module("bfcl_eval.constants.executable_backend_config")
+    return getattr(importlib.import_module(backend.CLASS_FILE_PATH_MAPPING[name]), name)
 
 
 def is_error(answer: str) -> bool:
@@ -74,7 +93,7 @@ def call_text(name: str, arguments: Mapping[str, Any]) -> str | None:
 
 def _instance(class_name: str, entry: Entry) -> Any:
     backend = importlib.import_module("bfcl_eval.constants.executable_backend_config")
-    made = getattr(importlib.import_module(backend.CLASS_FILE_PATH_MAPPING[class_name]), class_name)()
+    made = package_class(class_name)()
     if class_name not in backend.STATELESS_CLASSES:
         config = copy.deepcopy(entry.initial_config.get(class_name, {}))
         made._load_scenario(config, long_context=entry.is_long)

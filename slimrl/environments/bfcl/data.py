@@ -3,7 +3,6 @@
 The categories have the same 200 tasks in four forms: a held-out task is held out in each of them.
 """
 
-import importlib
 import inspect
 import json
 import random
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from slimrl.environments.bfcl.calls import package_class
 from slimrl.environments.bfcl.demonstrations import demonstration
 from slimrl.environments.bfcl.entry import Entry, with_keywords
 from slimrl.environments.bfcl.functions import class_functions, data_folder
@@ -91,8 +91,7 @@ def _entry(line: dict[str, Any], ground_truth: list[list[str]]) -> Entry:
 
 def _parameters(class_name: str) -> dict[str, list[str]]:
     """Names of the parameters of each function of a class, in order."""
-    backend = importlib.import_module("bfcl_eval.constants.executable_backend_config")
-    made = getattr(importlib.import_module(backend.CLASS_FILE_PATH_MAPPING[class_name]), class_name)
+    made = package_class(class_name)
     names = [each["name"] for each in class_functions(class_name)]
     return {name: list(inspect.signature(getattr(made, name)).parameters)[1:] for name in names}
 

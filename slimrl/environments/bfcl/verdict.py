@@ -1,21 +1,24 @@
 """The package's own checker, run on the calls that the policy made.
 
-The checker keeps its objects as globals of a module, by names that begin with a name of the model. Each run has a name
-of its own, and its objects are removed after it.
+The checker keeps its objects as globals of a module, by names that begin with the model's. They are removed after each
+run, so the next one begins with new objects.
 """
 
 import importlib
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from inspect import isfunction
 from typing import Any
 
+from slimrl.environments.bfcl.calls import kept_defaults, package_class
 from slimrl.environments.bfcl.entry import Entry
 
 CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
 OBJECTS = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils"
+
+MODEL = "slimrl_episode"
+"""Name of the model that the checker is told"""
 
 Calls = Sequence[Sequence[Sequence[str]]]
 """Python calls by user turn and step"""
@@ -52,14 +55,14 @@ def _problem(entry: Entry, calls: Calls, num_turns: int) -> str | None:
     """The checker's `error_type` for the first user turns alone; None if they are valid."""
     made = {"id": entry.id, "initial_config": entry.initial_config, "involved_classes": entry.involved_classes}
     category = entry.id.rsplit("_", 1)[0]
-    with _own_objects() as model_name:
+    with _nothing_kept(entry.involved_classes):
         try:
             found: dict[str, Any] = importlib.import_module(CHECKER).multi_turn_checker(
                 [[list(step) for step in turn] for turn in calls[:num_turns]],
                 entry.ground_truth[:num_turns],
                 made,
                 category,
-                model_name,
+                MODEL,
             )
         except RecursionError:
             # A folder that was copied into itself; it has no end to compare.
@@ -68,15 +71,13 @@ def _problem(entry: Entry, calls: Calls, num_turns: int) -> str | None:
 
 
 @contextmanager
-def _own_objects() -> Iterator[str]:
-    """A name of a model for which the checker makes new objects, which are removed in the end."""
-    name, module = f"slimrl{uuid.uuid4().hex}", importlib.import_module(OBJECTS)
+def _nothing_kept(class_names: Sequence[str]) -> Iterator[None]:
+    """Remove the checker's objects afterwards, and give the classes' methods their default arguments again."""
+    functions = [each for name in class_names for each in vars(package_class(name)).values() if isfunction(each)]
+    objects = vars(importlib.import_module(OBJECTS))
     try:
-        yield name
+        with kept_defaults(functions):
+            yield
     finally:
-        _remove(module, name)
-
-
-def _remove(module: ModuleType, name: str) -> None:
-    for variable in [each for each in vars(module) if each.startswith(name)]:
-        delattr(module, variable)
+        for variable in [each for each in objects if each.startswith(MODEL)]:
+            del objects[variable]
