@@ -6,7 +6,7 @@ from typing import Any
 
 FILES, TICKETS = "GorillaFileSystem", "TicketAPI"
 FUNCTIONS = {
-    FILES: ["mv", "cp", "rm", "mkdir", "touch", "cd"],
+    FILES: ["mv", "cp", "rm", "mkdir", "cd"],
     TICKETS: ["create_ticket", "close_ticket", "resolve_ticket"],
 }
 """The functions that the policy is shown, by class"""
@@ -69,21 +69,21 @@ KINDS = (
         class_name=FILES,
         texts=("Copy {a} to {b}.", "Make a copy of {a} with the name {b}."),
         right=(("cp", {"source": "{a}", "destination": "{b}"}),),
-        mistakes=((("mv", {"source": "{a}", "destination": "{b}"}),), (("touch", {"file_name": "{b}"}),)),
+        mistakes=((("mv", {"source": "{a}", "destination": "{b}"}),), ()),
         before=_file,
     ),
     Kind(
         class_name=FILES,
         texts=("Delete {a}.", "Remove {a}."),
         right=(("rm", {"file_name": "{a}"}),),
-        mistakes=((), (("touch", {"file_name": "{a}"}),)),
+        mistakes=((), (("mkdir", {"dir_name": "{a}"}),)),
         before=_file,
     ),
     Kind(
         class_name=FILES,
         texts=("Make a folder {d}.", "Create the folder {d}."),
         right=(("mkdir", {"dir_name": "{d}"}),),
-        mistakes=((("touch", {"file_name": "{d}"}),), ()),
+        mistakes=((("cd", {"folder": "{d}"}),), ()),
         before=_nothing,
     ),
     Kind(
