@@ -96,7 +96,7 @@ said = [theirs, [told(environment, call["name"], **call["arguments"]) for call i
 
 def test_names_of_arguments_are_never_evaluated(tmp_path: Path):
     mark = tmp_path / "evaluated"
-    evil = f"a=1) or open({str(mark)!r}, 'w') or dict(b"
+    evil = f"a=open({str(mark)!r}, 'w'), b"
     said = say(f"""
 entry = files(["ls()"], a="x")
 environment = started(entry)

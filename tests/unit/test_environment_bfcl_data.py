@@ -133,7 +133,7 @@ lines = [line(entry, Solver) for entry in (*base[::20], *missing[:200:20])]
 look = [("ls", {{}})]
 lines += [line(base[1], Script()), line(base[2], RandomPlayer), line(base[3], Script(look, look), max_steps=1),
           line(missing[49], Solver)]
-evil = [("ls", {{"a=1) or open('evaluated', 'w') or dict(b": 1}})]
+evil = [("ls", {{f"a=open({{str(out / 'evaluated')!r}}, 'w'), b": 1}})]
 lines.append(line(base[4], Script(evil)))
 (out / "items.jsonl").write_text("".join(json.dumps(each) + "\\n" for each in lines))
 files = write_results(out / "items.jsonl", out, model="model-FC")
@@ -159,4 +159,4 @@ said = [str(path.relative_to(out)) for path in files], said, wrong""")
     ]
     assert set(wrong) == {entry for entry, success in rewards.items() if not success}
     assert (len(rewards), len(wrong)) == (25, 5)
-    assert not Path("evaluated").exists()
+    assert not (tmp_path / "evaluated").exists()
