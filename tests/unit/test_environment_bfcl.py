@@ -217,12 +217,17 @@ def after(*calls):
     return environment
 moved = [("mv", {"source": "a", "destination": "c"})]
 back = [("mv", {"source": "c", "destination": "a"})]
+def inside(top):
+    # Two empty folders of one name, in one of them.
+    made = [call for d in "pq" for call in (("mkdir", {"dir_name": d}), ("cd", {"folder": d}),
+            ("mkdir", {"dir_name": "x"}), ("cd", {"folder": ".."}))]
+    return after(*made, ("cd", {"folder": top}), ("cd", {"folder": "x"}))
 endless = after(("mkdir", {"dir_name": "d"}), ("cp", {"source": "d", "destination": "d"}))
 turned = after()
 answer(turned)
 said = [state(after()), state(after(("ls", {}))), state(after(*moved, *back)), state(after(*moved)),
         state(after(("mkdir", {"dir_name": "d"}))), state(after(("mkdir", {"dir_name": "d"}), ("cd", {"folder": "d"}))),
-        state(turned), state(endless)]"""
+        state(turned), state(endless), state(inside("p")), state(inside("q"))]"""
     said = say(code)
     assert said == say(code)
     same, others = said[:3], said[2:]
