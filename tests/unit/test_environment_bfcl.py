@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pytest
 from bfcl_episodes import say
 
 from slimrl.agent.environment import Observation
 from slimrl.data.prompt import Prompt
-from slimrl.environments.bfcl.environment import BfclEnvironment
 from slimrl.environments.bfcl.players import RandomPlayer, Solver
 
 
@@ -236,10 +234,15 @@ said = [state(after()), state(after(("ls", {}))), state(after(*moved, *back)), s
 
 
 def test_arguments_that_the_environment_does_not_take_are_refused():
-    BfclEnvironment.check(reward="progress", max_steps=5, descriptions="short")
-    for arguments in ({"reward": "half"}, {"descriptions": "long"}, {"max_steps": 0}):
-        with pytest.raises(ValueError, match=next(iter(arguments))):
-            BfclEnvironment.check(**arguments)
+    said = say("""
+BfclEnvironment.check(reward="progress", max_steps=5, descriptions="short")
+said = []
+for arguments in ({"reward": "half"}, {"descriptions": "long"}, {"max_steps": 0}):
+    try:
+        BfclEnvironment.check(**arguments)
+    except ValueError as error:
+        said.append(str(error))""")
+    assert [text.partition(" is ")[0] for text in said] == ["reward", "descriptions", "max_steps"]
 
 
 def test_players_need_nothing_but_the_metadata():

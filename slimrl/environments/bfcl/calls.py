@@ -5,7 +5,6 @@ Answers and errors are those of the package's own executor.
 """
 
 import copy
-import importlib
 import json
 import keyword
 import math
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slimrl.environments.bfcl.entry import Entry
+from slimrl.environments.bfcl.package import CLASSES, STATELESS_CLASSES
 
 FAILED = "Error during execution: "
 """Begins the answer to a call that raised, as in the package"""
@@ -67,12 +67,6 @@ def kept_defaults(functions: Sequence[Any]) -> Iterator[None]:
             function.__defaults__ = defaults
 
 
-def package_class(name: str) -> Any:
-    """A class of the package by its name."""
-    backend = importlib.import_module("bfcl_eval.constants.executable_backend_config")
-    return getattr(importlib.import_module(backend.CLASS_FILE_PATH_MAPPING[name]), name)
-
-
 def is_error(answer: str) -> bool:
     """Whether a call raised, or its function answered that it could not do it."""
     return answer.startswith((FAILED, '{"error":'))
@@ -92,9 +86,8 @@ def call_text(name: str, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _instance(class_name: str, entry: Entry) -> Any:
-    backend = importlib.import_module("bfcl_eval.constants.executable_backend_config")
-    made = package_class(class_name)()
-    if class_name not in backend.STATELESS_CLASSES:
+    made = CLASSES[class_name]()
+    if class_name not in STATELESS_CLASSES:
         config = copy.deepcopy(entry.initial_config.get(class_name, {}))
         made._load_scenario(config, long_context=entry.is_long)
     return made

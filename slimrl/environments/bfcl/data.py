@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from slimrl.environments.bfcl.calls import package_class
 from slimrl.environments.bfcl.demonstrations import demonstration
 from slimrl.environments.bfcl.entry import Entry, with_keywords
-from slimrl.environments.bfcl.functions import class_functions, data_folder
 from slimrl.environments.bfcl.generated import generate
+from slimrl.environments.bfcl.package import CLASSES, DATA, class_functions, json_lines
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 """BFCL's, with `multi_turn_` before each in its files"""
@@ -73,8 +72,8 @@ def write(
 def entries(category: str) -> list[Entry]:
     """All entries of a category with their ground truth."""
     name = f"BFCL_v4_multi_turn_{category}.json"
-    truth = {line["id"]: line["ground_truth"] for line in _lines(data_folder() / "possible_answer" / name)}
-    return [_entry(line, truth[line["id"]]) for line in _lines(data_folder() / name)]
+    truth = {line["id"]: line["ground_truth"] for line in json_lines(DATA / "possible_answer" / name)}
+    return [_entry(line, truth[line["id"]]) for line in json_lines(DATA / name)]
 
 
 def _entry(line: dict[str, Any], ground_truth: list[list[str]]) -> Entry:
@@ -91,7 +90,7 @@ def _entry(line: dict[str, Any], ground_truth: list[list[str]]) -> Entry:
 
 def _parameters(class_name: str) -> dict[str, list[str]]:
     """Names of the parameters of each function of a class, in order."""
-    made = package_class(class_name)
+    made = CLASSES[class_name]
     names = [each["name"] for each in class_functions(class_name)]
     return {name: list(inspect.signature(getattr(made, name)).parameters)[1:] for name in names}
 
@@ -118,10 +117,6 @@ def _number(entry: Entry) -> str:
 
 def _prompt_line(entry: Entry) -> dict[str, Any]:
     return {"id": entry.id, "messages": entry.questions[0], "label": None, "metadata": entry.to_metadata()}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -5,13 +5,12 @@ the names and types alone, for models that cannot read long prompts.
 """
 
 import copy
-import importlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from slimrl.environments.bfcl.entry import CALL_LATER, Entry
+from slimrl.environments.bfcl.package import JSON_TYPES, class_functions
 
 Descriptions = Literal["full", "short"]
 
@@ -36,18 +35,6 @@ LATER_SCHEMA: dict[str, Any] = {
         },
     },
 }
-
-
-def data_folder() -> Path:
-    """The folder of the package's data."""
-    return Path(str(importlib.import_module("bfcl_eval").__file__)).parent / "data"
-
-
-def class_functions(class_name: str) -> list[dict[str, Any]]:
-    """The package's descriptions of the functions of a class, in its order."""
-    backend = importlib.import_module("bfcl_eval.constants.executable_backend_config")
-    path = data_folder() / "multi_turn_func_doc" / backend.MULTI_TURN_FUNC_DOC_FILE_MAPPING[class_name]
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def first_functions(entry: Entry) -> list[dict[str, Any]]:
@@ -111,12 +98,11 @@ def _short(function: dict[str, Any]) -> dict[str, Any]:
 
 def _convert_properties(properties: dict[str, dict[str, Any]]) -> None:
     """Turn the types of the package's descriptions into those of JSON Schema; a type that is not known is a string."""
-    json_types = _json_types()
     for each in properties.values():
         if each.get("type") == "float":
             each["format"] = "float"
             each["description"] += FLOAT_HINT
-        each["type"] = json_types.get(each.get("type", "any"), "string")
+        each["type"] = JSON_TYPES.get(each.get("type", "any"), "string")
         if each["type"] not in ("array", "object"):
             continue
         if "properties" in each:
@@ -126,13 +112,8 @@ def _convert_properties(properties: dict[str, dict[str, Any]]) -> None:
 
 
 def _convert_items(items: dict[str, Any]) -> None:
-    items["type"] = _json_types()[items["type"]]
+    items["type"] = JSON_TYPES[items["type"]]
     if items["type"] == "array" and "items" in items:
-        items["items"]["type"] = _json_types()[items["items"]["type"]]
+        items["items"]["type"] = JSON_TYPES[items["items"]["type"]]
     elif items["type"] == "object" and "properties" in items:
         _convert_properties(items["properties"])
-
-
-def _json_types() -> dict[str, str]:
-    types: dict[str, str] = importlib.import_module("bfcl_eval.constants.type_mappings").GORILLA_TO_OPENAPI
-    return types

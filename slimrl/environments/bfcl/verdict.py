@@ -4,18 +4,15 @@ The checker keeps its objects as globals of a module, by names that begin with t
 run, so the next one begins with new objects.
 """
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any
 
-from slimrl.environments.bfcl.calls import kept_defaults, package_class
+from slimrl.environments.bfcl.calls import kept_defaults
 from slimrl.environments.bfcl.entry import Entry
-
-CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
-OBJECTS = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils"
+from slimrl.environments.bfcl.package import CHECKERS_OBJECTS, CLASSES, multi_turn_checker
 
 MODEL = "slimrl_episode"
 """Name of the model that the checker is told"""
@@ -57,7 +54,7 @@ def _problem(entry: Entry, calls: Calls, num_turns: int) -> str | None:
     category = entry.id.rsplit("_", 1)[0]
     with _nothing_kept(entry.involved_classes):
         try:
-            found: dict[str, Any] = importlib.import_module(CHECKER).multi_turn_checker(
+            found: dict[str, Any] = multi_turn_checker(
                 [[list(step) for step in turn] for turn in calls[:num_turns]],
                 entry.ground_truth[:num_turns],
                 made,
@@ -73,11 +70,10 @@ def _problem(entry: Entry, calls: Calls, num_turns: int) -> str | None:
 @contextmanager
 def _nothing_kept(class_names: Sequence[str]) -> Iterator[None]:
     """Remove the checker's objects afterwards, and give the classes' methods their default arguments again."""
-    functions = [each for name in class_names for each in vars(package_class(name)).values() if isfunction(each)]
-    objects = vars(importlib.import_module(OBJECTS))
+    functions = [each for name in class_names for each in vars(CLASSES[name]).values() if isfunction(each)]
     try:
         with kept_defaults(functions):
             yield
     finally:
-        for variable in [each for each in objects if each.startswith(MODEL)]:
-            del objects[variable]
+        for variable in [each for each in CHECKERS_OBJECTS if each.startswith(MODEL)]:
+            del CHECKERS_OBJECTS[variable]
