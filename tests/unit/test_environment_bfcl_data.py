@@ -131,7 +131,10 @@ said = {{}}
 base, missing = entries("base"), entries("miss_func")
 lines = [line(entry, Solver) for entry in (*base[::20], *missing[:200:20])]
 look = [("ls", {{}})]
-lines += [line(base[1], Script()), line(base[2], RandomPlayer), line(base[3], Script(look, look), max_steps=1),
+# Right up to the last request, which does not end.
+endless = [each for calls in base[3].solution() for each in ([(call["name"], call["arguments"]) for call in calls], ())]
+endless[-1] = look
+lines += [line(base[1], Script()), line(base[2], RandomPlayer), line(base[3], Script(*endless), max_steps=1),
           line(missing[49], Solver)]
 evil = [("ls", {{f"a=open({{str(out / 'evaluated')!r}}, 'w'), b": 1}})]
 lines.append(line(base[4], Script(evil)))
