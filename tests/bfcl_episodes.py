@@ -12,8 +12,9 @@ from slimrl.agent.environment import Turn
 from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.data.prompt import Prompt
 from slimrl.environments.bfcl.data import entries
-from slimrl.environments.bfcl.entry import CALL_LATER, Entry
+from slimrl.environments.bfcl.entry import Entry
 from slimrl.environments.bfcl.environment import BfclEnvironment
+from slimrl.environments.bfcl.later import CALL_LATER
 from slimrl.environments.bfcl.players import RandomPlayer, Solver
 
 def prompt(entry):

@@ -85,7 +85,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_mult
 entry = files(["ls()"], a="x")
 calls = ["cat()", "cat(name='a')", "cat(file_name='b')", "cat(file_name='a')", "ls(a=True)", "touch(file_name='n')"]
 theirs, _ = execute_multi_turn_func_call(calls, entry.initial_config, entry.involved_classes, "test", entry.id)
-from slimrl.environments.bfcl.entry import parse_call
+from slimrl.environments.bfcl.python_calls import parse_call
 environment = started(entry)
 said = [theirs, [told(environment, call["name"], **call["arguments"]) for call in map(parse_call, calls)]]""")
     assert said[0] == said[1]
@@ -178,7 +178,7 @@ said = [play(entry, Script(*steps, *more), max_steps=3) for more in (((), *steps
 
 def test_a_held_out_function_can_be_called_when_the_user_has_added_it():
     said = say("""
-from slimrl.environments.bfcl.functions import names_added
+from slimrl.environments.bfcl.later import names_added
 import dataclasses
 entry = dataclasses.replace(files(["touch(file_name='a')"], [], ["mkdir(dir_name='d')"]),
                             questions=[[{"role": "user", "content": "Touch."}], [{"role": "user", "content": "Make."}],

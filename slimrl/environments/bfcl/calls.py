@@ -6,14 +6,13 @@ Answers and errors are those of the package's own executor.
 
 import copy
 import json
-import keyword
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from slimrl.environments.bfcl.entry import Entry
 from slimrl.environments.bfcl.package import CLASSES, STATELESS_CLASSES
+from slimrl.environments.bfcl.python_calls import call_text
 
 FAILED = "Error during execution: "
 """Begins the answer to a call that raised, as in the package"""
@@ -72,19 +71,6 @@ def is_error(answer: str) -> bool:
     return answer.startswith((FAILED, '{"error":'))
 
 
-def call_text(name: str, arguments: Mapping[str, Any]) -> str | None:
-    """The call as Python text that evaluates to nothing but this call; None if there is none.
-
-    Args:
-        name: of a function; it must be known to be one.
-        arguments: values of JSON.
-    """
-    names_fit = all(each.isidentifier() and not keyword.iskeyword(each) for each in arguments)
-    if not names_fit or not _is_finite(arguments):
-        return None
-    return f"{name}({','.join(f'{each}={value!r}' for each, value in arguments.items())})"
-
-
 def _instance(class_name: str, entry: Entry) -> Any:
     made = CLASSES[class_name]()
     if class_name not in STATELESS_CLASSES:
@@ -102,14 +88,6 @@ def _shown(result: Any) -> str:
         except (TypeError, ValueError, RecursionError):
             return str(result)
     return str(result)
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _too_large(arguments: Mapping[str, Any]) -> str | None:

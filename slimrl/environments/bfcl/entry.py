@@ -1,12 +1,11 @@
 """A task of BFCL: what a user asks for turn by turn, the objects that the tools act on, and the ground truth."""
 
-import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-CALL_LATER = "call_added_function"
-"""The tool that calls a function which was added during the conversation: tools are shown at the start alone"""
+from slimrl.environments.bfcl.later import CALL_LATER
+from slimrl.environments.bfcl.python_calls import parse_call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,33 +51,6 @@ class Entry:
             raise ValueError(
                 f"the prompt's metadata are no task of BFCL ({error}). Use the prompt files that data.py writes."
             ) from error
-
-
-def parse_call(text: str) -> dict[str, Any]:
-    """`{"name", "arguments"}` of a Python call with keyword arguments that are constants.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    call = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise ValueError(f"{text!r} is no call with keyword arguments")
-    arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    return {"name": call.func.id, "arguments": arguments}
-
-
-def with_keywords(text: str, parameters: Mapping[str, Sequence[str]]) -> str:
-    """A Python call with its positional arguments named.
-
-    Args:
-        parameters: of each function, in order.
-    """
-    call = ast.parse(text.strip(), mode="eval").body
-    assert isinstance(call, ast.Call)
-    assert isinstance(call.func, ast.Name)
-    named = zip(parameters[call.func.id], call.args, strict=False)
-    keywords = [*(ast.keyword(arg=name, value=value) for name, value in named), *call.keywords]
-    return ast.unparse(ast.Call(func=call.func, args=[], keywords=keywords))
 
 
 def _later(call: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from slimrl.agent.environment import UNKNOWN_TOOL, Observation, Turn, answers
 from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.data.prompt import Prompt
 from slimrl.environments.bfcl.calls import FAILED, Instances, is_error
-from slimrl.environments.bfcl.entry import CALL_LATER, Entry
+from slimrl.environments.bfcl.entry import Entry
 from slimrl.environments.bfcl.functions import Descriptions, added_functions, added_text, first_functions, first_tools
+from slimrl.environments.bfcl.later import CALL_LATER
 from slimrl.environments.bfcl.state import state_id
 from slimrl.environments.bfcl.verdict import judge
 

@@ -9,7 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from slimrl.environments.bfcl.entry import CALL_LATER, Entry
+from slimrl.environments.bfcl.entry import Entry
+from slimrl.environments.bfcl.later import ADDED, LATER_SCHEMA
 from slimrl.environments.bfcl.package import JSON_TYPES, class_functions
 
 Descriptions = Literal["full", "short"]
@@ -17,24 +18,6 @@ Descriptions = Literal["full", "short"]
 PYTHON_HINT = " Note that the provided function is in Python 3 syntax."
 FLOAT_HINT = " This is a float type value."
 """What the package adds to descriptions"""
-ADDED = "I have updated some more functions you can choose from. What about now?"
-"""What the user says in the package when functions are added"""
-
-LATER_SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": CALL_LATER,
-        "description": "Call a function that the user has added during the conversation.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "description": "Name of the added function."},
-                "arguments": {"type": "object", "description": "Its arguments by name."},
-            },
-            "required": ["name", "arguments"],
-        },
-    },
-}
 
 
 def first_functions(entry: Entry) -> list[dict[str, Any]]:
@@ -68,13 +51,6 @@ def first_tools(entry: Entry, descriptions: Descriptions) -> list[dict[str, Any]
 def added_text(functions: Sequence[dict[str, Any]], descriptions: Descriptions) -> str:
     """What the user says when functions are added: their schemas as a JSON list, then ADDED."""
     return f"{json.dumps(schemas(functions, descriptions))}\n{ADDED}"
-
-
-def names_added(text: str) -> list[str]:
-    """Names of the functions that a message of the user adds."""
-    if not text.endswith(f"\n{ADDED}"):
-        return []
-    return [each["function"]["name"] for each in json.loads(text.removesuffix(f"\n{ADDED}"))]
 
 
 def _functions(entry: Entry) -> list[dict[str, Any]]:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimrl.environments.bfcl.calls import Instances, call_text, is_error
+from slimrl.environments.bfcl.calls import Instances, is_error
 from slimrl.environments.bfcl.entry import Entry
 from slimrl.environments.bfcl.kinds import FILES, FUNCTIONS, KINDS, USER, Call, Kind, Values
+from slimrl.environments.bfcl.python_calls import call_text
 from slimrl.environments.bfcl.state import state_id
 
 WORDS = ("plan", "note", "list", "book", "song", "menu", "idea", "mail", "bill", "form")

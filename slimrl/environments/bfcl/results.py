@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slimrl.environments.bfcl.calls import call_text
-from slimrl.environments.bfcl.entry import CALL_LATER
-from slimrl.environments.bfcl.functions import names_added
+from slimrl.environments.bfcl.later import CALL_LATER, names_added
+from slimrl.environments.bfcl.python_calls import call_text
 
 ENTRY_ID = r"multi_turn_[a-z_]+_\d+"
 
