@@ -49,6 +49,13 @@ _ENTRIES: tuple[Entry, ...] = (
         class_name="MiniwobEnvironment",
         programs=("chromium",),
     ),
+    Entry(
+        name="bfcl",
+        summary="function calling over several turns, with the leaderboard's own checker",
+        packages="bfcl-eval 2026.3.23 (Apache-2.0), mpmath 1.3.0 (BSD-3-Clause)",
+        size_mb=22,
+        class_name="BfclEnvironment",
+    ),
 )
 ENVIRONMENTS = {entry.name: entry for entry in _ENTRIES}
 
