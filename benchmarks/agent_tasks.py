@@ -44,6 +44,14 @@ TASKS = {
     )
     for name, updates in {"python": 600, "search": 800}.items()
 }
+TASKS["bfcl"] = Task(
+    recipe="tiny_moe/gspo_bfcl.yaml",
+    data=(
+        "environment", "data", "bfcl", "--num", "600", "--set", "tasks=generated", "--set", "turns=2",
+        "--set", "demonstrations=6000",
+    ),
+    sft_updates=600,
+)  # fmt: skip
 TASKS["miniwob"] = Task(
     recipe="tiny_moe/gspo_miniwob.yaml",
     data=(
