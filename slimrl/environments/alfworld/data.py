@@ -4,6 +4,7 @@ import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from slimrl.environments.alfworld.problems import KINDS, MIN_RECEPTACLES, Proble
 from slimrl.environments.textworld.data import prompt_of, write_lines
 
 PROMPT = "Do the task in the household. Answer with one command."
+PROBLEMS_PER_PROCESS = 50
+"""A process keeps some memory of each problem, so it is replaced after so many."""
 MOST_REPEATS = 200
 """Problems in a row that were drawn before, after which there are no more"""
 
@@ -25,6 +28,7 @@ def write(
     num: int,
     heldout: int,
     seed: int,
+    processes: int = 1,
     kinds: Sequence[str] = tuple(KINDS),
     receptacles: int = 10,
     objects: int = 12,
@@ -33,6 +37,7 @@ def write(
     arguments give the same files.
 
     Args:
+        processes: problems that are solved at a time.
         kinds: of goals, keys of `problems.KINDS`.
         receptacles: of a room.
         objects: of a room, beside those of the goal.
@@ -47,10 +52,16 @@ def write(
         raise ValueError(f"receptacles: {receptacles} is less than {MIN_RECEPTACLES}.")
     if objects < 0:
         raise ValueError(f"objects: {objects} is less than 0.")
-    problems = _distinct(seed, kinds, receptacles=receptacles, objects=objects)
-    lines = list(islice(_solved(problems, seed), num + heldout))
-    if len(lines) < num + heldout:
-        raise ValueError(f"num, heldout: of this difficulty there are but {len(lines)} problems with seed {seed}.")
+    problems = enumerate(_distinct(seed, kinds, receptacles=receptacles, objects=objects))
+    lines: list[dict[str, Any]] = []
+    with get_context("fork").Pool(processes, maxtasksperchild=PROBLEMS_PER_PROCESS) as pool:
+        while missing := num + heldout - len(lines):
+            block = [(f"alfworld:{seed}:{number}", problem) for number, problem in islice(problems, missing)]
+            if not block:
+                raise ValueError(
+                    f"num, heldout: of this difficulty there are but {len(lines)} problems with seed {seed}."
+                )
+            lines += [line for line in pool.imap(_solved_line, block) if line is not None]
     out.mkdir(parents=True, exist_ok=True)
     write_lines(out / "train.jsonl", lines[:num])
     write_lines(out / "heldout.jsonl", lines[num:])
@@ -80,13 +91,16 @@ def _distinct(seed: int, kinds: Sequence[str], *, receptacles: int, objects: int
             return
 
 
-def _solved(problems: Iterator[Problem], seed: int) -> Iterator[dict[str, Any]]:
-    """Lines of prompt files, of the problems that the planner's plan solves in the environment."""
-    for number, problem in enumerate(problems):
-        metadata = {"kind": problem.kind, "task": problem.task, "problem": problem.pddl, "walkthrough": plan(problem)}
-        line = {"id": f"alfworld:{seed}:{number}", "prompt": PROMPT, "label": None, "metadata": metadata}
-        if metadata["walkthrough"] and _is_won(line):
-            yield line
+def _solved_line(task: tuple[str, Problem]) -> dict[str, Any] | None:
+    """A line of a prompt file; None unless the planner has a plan that wins in the environment.
+
+    Args:
+        task: the prompt's id, and the problem.
+    """
+    name, problem = task
+    metadata = {"kind": problem.kind, "task": problem.task, "problem": problem.pddl, "walkthrough": plan(problem)}
+    line = {"id": name, "prompt": PROMPT, "label": None, "metadata": metadata}
+    return line if metadata["walkthrough"] and _is_won(line) else None
 
 
 def _is_won(line: dict[str, Any]) -> bool:
