@@ -29,7 +29,7 @@ def write(
     heldout: int,
     seed: int,
     processes: int = 1,
-    kinds: Sequence[str] = tuple(KINDS),
+    kinds: str = "",
     receptacles: int = 10,
     objects: int = 12,
 ) -> None:
@@ -38,21 +38,21 @@ def write(
 
     Args:
         processes: problems that are solved at a time.
-        kinds: of goals, keys of `problems.KINDS`.
+        kinds: of goals, names of `problems.KINDS` separated by commas; all of them if it is empty.
         receptacles: of a room.
         objects: of a room, beside those of the goal.
 
     Raises:
         ValueError: an argument has no meaning, or there are not so many different problems.
     """
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
-        raise ValueError(f"kinds: {', '.join(unknown) or 'none'}; there are {', '.join(KINDS)}.")
+    names = kinds.split(",") if kinds else list(KINDS)
+    if unknown := [name for name in names if name not in KINDS]:
+        raise ValueError(f"kinds: {', '.join(unknown)}; there are {', '.join(KINDS)}.")
     if receptacles < MIN_RECEPTACLES:
         raise ValueError(f"receptacles: {receptacles} is less than {MIN_RECEPTACLES}.")
     if objects < 0:
         raise ValueError(f"objects: {objects} is less than 0.")
-    problems = enumerate(_distinct(seed, kinds, receptacles=receptacles, objects=objects))
+    problems = enumerate(_distinct(seed, names, receptacles=receptacles, objects=objects))
     lines: list[dict[str, Any]] = []
     with get_context("fork").Pool(processes, maxtasksperchild=PROBLEMS_PER_PROCESS) as pool:
         while missing := num + heldout - len(lines):

@@ -75,7 +75,9 @@ def draw_problem(kind_name: str, rng: random.Random, *, receptacles: int, object
     others = [name for name in room.objects if name != wanted and _holders(name, places)]
     things = _numbered([*[wanted] * kind.copies, *rng.choices(others, k=objects)])
     inside = {
-        thing: rng.choice([place for place in _holders(thing.type, places) if (thing.type, place.type) != (wanted, target)])
+        thing: rng.choice(
+            [place for place in _holders(thing.type, places) if (thing.type, place.type) != (wanted, target)]
+        )
         for thing in things
     }
     if kind.lamp:
@@ -138,7 +140,10 @@ def _pddl(places: Sequence[Thing], inside: dict[Thing, Thing], goal: str) -> str
     ]
     facts = ["(= (total-cost) 0)", "(atLocation agent1 loc_0)"]
     for place in places:
-        facts += [f"(receptacleAtLocation {place.name} {location[place]})", f"(receptacleType {place.name} {place.type}Type)"]
+        facts += [
+            f"(receptacleAtLocation {place.name} {location[place]})",
+            f"(receptacleType {place.name} {place.type}Type)",
+        ]
         if place.type in wheel.openable():
             facts.append(f"(openable {place.name})")
     for place_type in place_types:

@@ -14,30 +14,44 @@ class Room:
     """Types of objects that lie about"""
 
 
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
 KITCHEN = Room(
-    fixed="Fridge Microwave SinkBasin CounterTop".split(),
-    further="Cabinet Cabinet Cabinet Drawer Drawer StoveBurner DiningTable CounterTop Shelf CoffeeMachine "
-    "GarbageCan SideTable".split(),
-    objects="Apple Bowl Bread ButterKnife Cup DishSponge Egg Fork Glassbottle Kettle Knife Ladle Lettuce Mug Pan "
-    "PepperShaker Plate Pot Potato SaltShaker SoapBottle Spatula Spoon Tomato WineBottle".split(),
+    fixed=_words("Fridge Microwave SinkBasin CounterTop"),
+    further=_words(
+        "Cabinet Cabinet Cabinet Drawer Drawer StoveBurner DiningTable CounterTop Shelf CoffeeMachine "
+        "GarbageCan SideTable"
+    ),
+    objects=_words(
+        "Apple Bowl Bread ButterKnife Cup DishSponge Egg Fork Glassbottle Kettle Knife Ladle Lettuce Mug Pan "
+        "PepperShaker Plate Pot Potato SaltShaker SoapBottle Spatula Spoon Tomato WineBottle"
+    ),
 )
 LIVING_ROOM = Room(
-    fixed="SideTable Sofa CoffeeTable".split(),
-    further="ArmChair Drawer Drawer Shelf Shelf Dresser DiningTable Cabinet Ottoman GarbageCan Safe".split(),
-    objects="Book Box CreditCard HousePlant KeyChain Laptop Newspaper Pillow Plate RemoteControl Statue TissueBox Vase "
-    "Watch WateringCan".split(),
+    fixed=_words("SideTable Sofa CoffeeTable"),
+    further=_words("ArmChair Drawer Drawer Shelf Shelf Dresser DiningTable Cabinet Ottoman GarbageCan Safe"),
+    objects=_words(
+        "Book Box CreditCard HousePlant KeyChain Laptop Newspaper Pillow Plate RemoteControl Statue TissueBox Vase "
+        "Watch WateringCan"
+    ),
 )
 BEDROOM = Room(
-    fixed="Desk Bed SideTable".split(),
-    further="Drawer Drawer Drawer Shelf Shelf Dresser ArmChair GarbageCan LaundryHamper Safe Cabinet".split(),
-    objects="AlarmClock BaseballBat Book Bowl CD CellPhone CreditCard KeyChain Laptop Mug Pen Pencil Pillow "
-    "TeddyBear TennisRacket".split(),
+    fixed=_words("Desk Bed SideTable"),
+    further=_words("Drawer Drawer Drawer Shelf Shelf Dresser ArmChair GarbageCan LaundryHamper Safe Cabinet"),
+    objects=_words(
+        "AlarmClock BaseballBat Book Bowl CD CellPhone CreditCard KeyChain Laptop Mug Pen Pencil Pillow "
+        "TeddyBear TennisRacket"
+    ),
 )
 BATHROOM = Room(
-    fixed="SinkBasin CounterTop Toilet".split(),
-    further="Cabinet Cabinet Cabinet Drawer Drawer Shelf SideTable GarbageCan ToiletPaperHanger HandTowelHolder "
-    "BathtubBasin".split(),
-    objects="Candle Cloth DishSponge HandTowel SoapBar SoapBottle SprayBottle TissueBox ToiletPaper".split(),
+    fixed=_words("SinkBasin CounterTop Toilet"),
+    further=_words(
+        "Cabinet Cabinet Cabinet Drawer Drawer Shelf SideTable GarbageCan ToiletPaperHanger HandTowelHolder "
+        "BathtubBasin"
+    ),
+    objects=_words("Candle Cloth DishSponge HandTowel SoapBar SoapBottle SprayBottle TissueBox ToiletPaper"),
 )
 LAMP = "DeskLamp"
-LAMP_PLACES = frozenset("Desk SideTable Dresser".split())
+LAMP_PLACES = frozenset(_words("Desk SideTable Dresser"))

@@ -62,7 +62,8 @@ def _text(name: str) -> str:
 
 def _module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"_alfworld_{name}", _package() / "gen" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

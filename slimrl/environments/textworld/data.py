@@ -7,7 +7,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import count, islice
@@ -42,27 +42,33 @@ def write(
     seed: int,
     processes: int = 1,
     demonstrations: int = 0,
-    **difficulty: Any,
+    rooms: int = 1,
+    objects: int = 3,
+    min_quest: int = 1,
+    quest: int = 3,
+    quests: int = 1,
+    theme: str = "house",
 ) -> None:
     """Write `train.jsonl` with `num` games, `heldout.jsonl`, the folder `games`, and with demonstrations `sft.jsonl`
-    and `words.txt`, the words for a toy's tokenizer. The same arguments give the same files.
+    and `words.txt`, the words for a toy's tokenizer. The same arguments give the same files. Prompts have the games'
+    absolute paths.
 
     Args:
         processes: games that are made at a time.
         demonstrations: conversations with the environment as `brief` shows it.
-        difficulty: fields of `Difficulty`.
+        rooms: and the others are of `Difficulty`.
 
     Raises:
         ValueError: an argument has no meaning, or so many different games cannot be made.
     """
     if not 0 <= seed < MAX_SEED:
         raise ValueError(f"seed: {seed} is not between 0 and {MAX_SEED - 1}.")
-    level = Difficulty(**difficulty)
-    folder = out / GAMES
-    folder.mkdir(parents=True)
+    difficulty = Difficulty(rooms=rooms, objects=objects, min_quest=min_quest, quest=quest, quests=quests, theme=theme)
+    folder = out.absolute() / GAMES
+    folder.mkdir(parents=True, exist_ok=True)
     seeds = range(seed * SEEDS_PER_SEED, (seed + 1) * SEEDS_PER_SEED)
     with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-        games = _distinct(_in_parallel(pool, partial(make_game, folder, difficulty=level), seeds, 2 * processes))
+        games = _distinct(_in_parallel(pool, partial(make_game, folder, difficulty=difficulty), seeds, processes))
         lines = [_prompt_line(game) for game in islice(games, num + heldout)]
         games.close()
         if len(lines) < num + heldout:
@@ -72,7 +78,7 @@ def write(
         write_lines(out / "heldout.jsonl", lines[num:])
         if demonstrations:
             tasks = zip(random.Random(seed).choices(train, k=demonstrations), count())
-            conversations = list(pool.map(partial(_demonstration, str(out)), tasks, chunksize=32))
+            conversations = list(pool.map(_demonstration, tasks, chunksize=32))
             write_lines(out / "sft.jsonl", ({"messages": messages} for messages in conversations))
             texts = dict.fromkeys(str(message["content"]) for messages in conversations for message in messages)
             (out / "words.txt").write_text("\n".join(texts) + "\n")
@@ -89,24 +95,24 @@ def prompt_of(line: dict[str, Any]) -> Prompt:
 
 
 def _in_parallel(
-    pool: ProcessPoolExecutor, make: Callable[[int], Game | None], seeds: Iterable[int], ahead: int
+    pool: ProcessPoolExecutor, make: Callable[[int], Game | None], seeds: Iterable[int], at_once: int
 ) -> Iterator[Game]:
-    """The games that could be made, in the order of their seeds; at most `ahead` more than those taken are begun."""
+    """The games that could be made, in the order of their seeds; what was made in vain is removed at the end."""
     rest = iter(seeds)
-    running = [pool.submit(make, seed) for seed in islice(rest, ahead)]
+    running = [pool.submit(make, seed) for seed in islice(rest, at_once)]
     try:
         while running:
             game = running.pop(0).result()
-            running += [pool.submit(make, seed) for seed in islice(rest, 1)]
             if game is not None:
                 yield game
+            running += [pool.submit(make, seed) for seed in islice(rest, 1)]
     finally:
         for future in running:
             if not future.cancel() and (game := future.result()) is not None:
                 remove_game(game.path)
 
 
-def _distinct(games: Iterator[Game]) -> Iterator[Game]:
+def _distinct(games: Iterator[Game]) -> Generator[Game, None, None]:
     seen = set()
     for game in games:
         if game.content in seen:
@@ -117,15 +123,14 @@ def _distinct(games: Iterator[Game]) -> Iterator[Game]:
 
 
 def _prompt_line(game: Game) -> dict[str, Any]:
-    name = game.path.name
-    metadata = {"game": f"{GAMES}/{name}", "walkthrough": list(game.walkthrough)}
+    metadata = {"game": str(game.path), "walkthrough": list(game.walkthrough)}
     return {"id": f"textworld:{game.path.stem}", "prompt": PROMPT, "label": None, "metadata": metadata}
 
 
-def _demonstration(folder: str, task: tuple[dict[str, Any], int]) -> list[Message]:
+def _demonstration(task: tuple[dict[str, Any], int]) -> list[Message]:
     """A game as the environment tells it and a player of some skill plays it; ends with the player's last turn."""
     line, seed = task
-    prompt, environment = prompt_of(line), TextWorld(folder, brief=True)
+    prompt, environment = prompt_of(line), TextWorld(brief=True)
     player = MixedPlayer(prompt, seed, skill=SKILLS[seed % len(SKILLS)])
     try:
         observation = environment.start(prompt, seed=seed, scratch={})

@@ -21,7 +21,7 @@ INFOS = textworld.EnvInfos(
     description=True,
     verbs=True,
 )
-SHORT_FORMS = frozenset("n s e w north south east west x l i get".split())
+SHORT_FORMS = frozenset(("n", "s", "e", "w", "north", "south", "east", "west", "x", "l", "i", "get"))
 """First words of commands beside the game's own verbs. The interpreter also obeys words that are no part of the game:
 `save` and `script` write files, `restart` and `restore` lead to states whose facts nothing follows, `quit` ends the
 interpreter, and `tw-...` switches off what the score is read from."""
@@ -37,34 +37,29 @@ ONE_AT_A_TIME = "One command at a time."
 class TextWorld(TextGame):
     """One game in a `.z8` file, whose `.json` file lies beside it."""
 
-    def __init__(self, folder: str = "", show_commands: bool = True, brief: bool = False) -> None:
+    def __init__(self, show_commands: bool = True, brief: bool = False) -> None:
         """
         Args:
-            folder: where the paths in the prompts' `metadata["game"]` begin: what `data.py` wrote.
             show_commands: list the admissible commands in every message.
             brief: for a small model: the start has the objective alone, answers have one line, and the list leaves
                 out commands that change nothing. They still work.
         """
         super().__init__(show_commands)
-        self._folder, self._brief = Path(folder), brief
+        self._brief = brief
 
     @classmethod
-    def check(cls, folder: str = "", show_commands: bool = True, brief: bool = False) -> None:
+    def check(cls, show_commands: bool = True, brief: bool = False) -> None:
         """Raises ValueError: an argument of another type."""
-        for name, value, kind in (
-            ("folder", folder, str),
-            ("show_commands", show_commands, bool),
-            ("brief", brief, bool),
-        ):
-            if not isinstance(value, kind):
-                raise ValueError(f"{name}: {value!r} is not a {'text' if kind is str else 'bool'}.")
+        for name, value in (("show_commands", show_commands), ("brief", brief)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}: {value!r} is not a bool.")
 
     def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises ValueError: the game's files are not there."""
-        path = self._folder / prompt.metadata["game"]
+        path = Path(prompt.metadata["game"])
         for file in (path, path.with_suffix(".json")):
             if not file.is_file():
-                raise ValueError(f"{file}: no such game. Let environment_args.folder name what data.py wrote.")
+                raise ValueError(f"{file}: no such file of a game. Write the data again where the games are to be.")
         self._game = textworld.start(str(path), INFOS)
         self._state = self._game.reset()
         text = _tidy(self._state.objective)

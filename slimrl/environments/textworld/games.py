@@ -17,16 +17,16 @@ class Difficulty:
         ValueError: a number that is too small, or an unknown theme.
     """
 
-    rooms: int = 1
-    objects: int = 3
-    min_quest: int = 1
+    rooms: int
+    objects: int
+    min_quest: int
     """Commands that a quest needs at least"""
-    quest: int = 3
+    quest: int
     """Commands that a quest needs at most"""
-    quests: int = 1
+    quests: int
     """Quests of a game, each of which is a point of its score"""
-    theme: str = "house"
-    """`house`: things of a house, and instructions in many words. `basic`: `thing5`, `box23`, and plain instructions."""
+    theme: str
+    """`house`: things of a house, and instructions in many words. `basic`: `thing5`, `box23`, plain instructions."""
 
     def __post_init__(self) -> None:
         for name in ("rooms", "objects", "min_quest", "quests"):
