@@ -12,7 +12,7 @@ from pathlib import Path
 from slimrl.agent.environment import Turn
 from slimrl.environments.alfworld import data
 from slimrl.environments.alfworld.environment import AlfWorld
-from slimrl.environments.alfworld.problems import KINDS, Problem, draw_problem
+from slimrl.environments.alfworld.problems import KINDS, draw_problem
 from slimrl.environments.textworld.data import prompt_of
 
 def play(line, commands):
@@ -38,11 +38,6 @@ without_light = [command for command in plans[lit] if not command.startswith("ta
 unheated = [command for command in plans[heat] if not command.startswith("heat")]
 place, back = plans[two][-1], plans[two][-1].split()
 again = f"take {back[1]} {back[2]} from {back[4]} {back[5]}"
-problem = by_kind["pick_and_place_simple"]["metadata"]
-fixed = problem["walkthrough"][-1].split()[1]
-unsolvable = Problem(kind="", task="", pddl="\\n".join(
-    line for line in problem["problem"].splitlines() if f"(pickupable {fixed}_" not in line.lower()
-))
 drawn = [draw_problem(kind, random.Random(seed), receptacles=8, objects=10) for kind in KINDS for seed in range(20)]
 print(json.dumps({
     "lines": lines,
@@ -51,7 +46,6 @@ print(json.dumps({
     "one object twice": play(by_kind[two], [*plans[two][: len(plans[two]) // 2 + 1], "look", "help"])[0],
     "not heated": play(by_kind[heat], [*unheated, "heat it", "You heat it. The task is done."])[0],
     "capitals": play(by_kind[lit], [plans[lit][0].upper()])[0],
-    "no plan": data.plan(unsolvable),
     "drawn": [{"kind": one.kind, "task": one.task, "pddl": one.pddl} for one in drawn],
     "again": [draw_problem(kind, random.Random(0), receptacles=8, objects=10).pddl for kind in KINDS],
 }))
@@ -125,10 +119,6 @@ def test_looking_around_changes_no_state(played):
 
 def test_capitals_are_read(played):
     assert not played["capitals"][-1]["text"].startswith("Nothing happens.")
-
-
-def test_a_problem_that_cannot_be_solved_has_no_plan(played):
-    assert played["no plan"] == []
 
 
 def test_problems_are_those_of_the_seed_and_none_is_twice(played):

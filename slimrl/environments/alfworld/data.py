@@ -52,16 +52,12 @@ def write(
         raise ValueError(f"receptacles: {receptacles} is less than {MIN_RECEPTACLES}.")
     if objects < 0:
         raise ValueError(f"objects: {objects} is less than 0.")
-    problems = enumerate(_distinct(seed, names, receptacles=receptacles, objects=objects))
-    lines: list[dict[str, Any]] = []
+    problems = list(islice(_distinct(seed, names, receptacles=receptacles, objects=objects), num + heldout))
+    if len(problems) < num + heldout:
+        raise ValueError(f"num, heldout: of this difficulty there are but {len(problems)} problems with seed {seed}.")
+    tasks = [(f"alfworld:{seed}:{number}", problem) for number, problem in enumerate(problems)]
     with get_context("fork").Pool(processes, maxtasksperchild=PROBLEMS_PER_PROCESS) as pool:
-        while missing := num + heldout - len(lines):
-            block = [(f"alfworld:{seed}:{number}", problem) for number, problem in islice(problems, missing)]
-            if not block:
-                raise ValueError(
-                    f"num, heldout: of this difficulty there are but {len(lines)} problems with seed {seed}."
-                )
-            lines += [line for line in pool.imap(_solved_line, block) if line is not None]
+        lines = pool.map(_solved_line, tasks, chunksize=1)
     out.mkdir(parents=True, exist_ok=True)
     write_lines(out / "train.jsonl", lines[:num])
     write_lines(out / "heldout.jsonl", lines[num:])
@@ -91,8 +87,8 @@ def _distinct(seed: int, kinds: Sequence[str], *, receptacles: int, objects: int
             return
 
 
-def _solved_line(task: tuple[str, Problem]) -> dict[str, Any] | None:
-    """A line of a prompt file; None unless the planner has a plan that wins in the environment.
+def _solved_line(task: tuple[str, Problem]) -> dict[str, Any]:
+    """A line of a prompt file, of a problem that the planner's plan solves in the environment.
 
     Args:
         task: the prompt's id, and the problem.
@@ -100,7 +96,8 @@ def _solved_line(task: tuple[str, Problem]) -> dict[str, Any] | None:
     name, problem = task
     metadata = {"kind": problem.kind, "task": problem.task, "problem": problem.pddl, "walkthrough": plan(problem)}
     line = {"id": name, "prompt": PROMPT, "label": None, "metadata": metadata}
-    return line if metadata["walkthrough"] and _is_won(line) else None
+    assert _is_won(line), f"{name}: {metadata['walkthrough']} does not solve {problem.pddl}"
+    return line
 
 
 def _is_won(line: dict[str, Any]) -> bool:
