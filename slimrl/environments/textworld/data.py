@@ -29,9 +29,9 @@ SEEDS_PER_SEED = 100_000
 MAX_SEED = 40_000
 """The generator's seeds have 32 bits."""
 SKILLS = (0.0, 0.3, 0.6, 1.0)
-"""Of the demonstrations' players: how likely each turn is the right one"""
+"""Probabilities that a turn of a demonstration is the right one, in turns"""
 MAX_TURNS = 6
-"""Of a demonstration"""
+"""Longest demonstration"""
 
 
 def write(

@@ -56,7 +56,7 @@ class TextGame:
         return f"{text}\n{COMMANDS}{SEPARATOR.join(filter(self._is_listed, self._state.admissible_commands))}"
 
     def _state_id(self) -> str:
-        """Of the facts and the score: what was paid is not paid again, so equal facts need not be worth the same."""
+        """Digest of the facts and the score: what was paid is not paid again, so equal facts may be worth less."""
         facts = sorted(str(fact) for fact in self._state.facts if self._counts(fact))
         return hashlib.sha256("\n".join([str(self._score), *facts]).encode()).hexdigest()[:16]
 
