@@ -34,6 +34,8 @@ class Task:
     data: tuple[str, ...]
     """Words of the `slimrl-tools` command that writes the data, without the folder"""
     heldout_option: str = "--heldout"
+    words: str = "sft.jsonl"
+    """File of the data whose words become tokens"""
     sft_updates: int
     """Updates of the cold start"""
 
@@ -44,6 +46,7 @@ TASKS = {
     )
     for name, updates in {"python": 600, "search": 800}.items()
 }
+"""Task by name; those of environments that others made need `slimrl-tools environment install`"""
 TASKS["bfcl"] = Task(
     recipe="tiny_moe/gspo_bfcl.yaml",
     data=(
@@ -60,7 +63,15 @@ TASKS["miniwob"] = Task(
     ),
     sft_updates=400,
 )  # fmt: skip
-"""Task by name; those of environments that others made need `slimrl-tools environment install`"""
+TASKS["textworld"] = Task(
+    recipe="environments/textworld_tiny.yaml",
+    data=(
+        "environment", "data", "textworld", "--num", "256", "--set", "theme=basic",
+        "--set", "demonstrations=6000", "--set", "processes=2",
+    ),
+    words="words.txt",
+    sft_updates=800,
+)  # fmt: skip
 HELDOUT = "eval/heldout/reward_mean"
 COMMAND_TIMEOUT_S = 7200.0
 
@@ -78,7 +89,7 @@ def learn(
     if not data.is_dir():
         _run("slimrl_tools.cli", *task.data, str(data), "--seed", str(seed), *counts)
     if not model.is_dir():
-        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / "sft.jsonl"), "--seed", str(seed))
+        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed))
     shared = [f"run.dir={folder}", "tracking.wandb=disabled", f"seed={seed}"]
     if not sft.export.is_dir():
         cold_start = [

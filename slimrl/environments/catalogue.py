@@ -56,6 +56,21 @@ _ENTRIES: tuple[Entry, ...] = (
         size_mb=22,
         class_name="BfclEnvironment",
     ),
+    Entry(
+        name="textworld",
+        summary="text adventures that are made by seed, of any number of rooms, things and commands",
+        packages="textworld 1.7.0 (MIT), jericho 3.3.1 (GPL-2)",
+        size_mb=110,
+        class_name="TextWorld",
+    ),
+    Entry(
+        name="alfworld",
+        summary="six kinds of household tasks in ALFWorld's domain, with rooms that are drawn by seed",
+        packages="alfworld 0.4.2 (MIT), textworld 1.7.0 (MIT), fast-downward-textworld 20.6.4 (GPL-3), jericho (GPL-2)",
+        size_mb=145,
+        class_name="AlfWorld",
+        programs=("cmake", "c++"),
+    ),
 )
 ENVIRONMENTS = {entry.name: entry for entry in _ENTRIES}
 
