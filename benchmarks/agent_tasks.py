@@ -64,7 +64,7 @@ TASKS["miniwob"] = Task(
     sft_updates=400,
 )  # fmt: skip
 TASKS["textworld"] = Task(
-    recipe="environments/textworld_tiny.yaml",
+    recipe="tiny_moe/gspo_textworld.yaml",
     data=(
         "environment", "data", "textworld", "--num", "256", "--set", "theme=basic",
         "--set", "demonstrations=6000", "--set", "processes=2",
