@@ -22,6 +22,7 @@ from slimrl.config.schema.agent import AgentConfig, IsolationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompt import Prompt
 from slimrl.rollout.task.environment import load_environment
+from slimrl.rollout.task.sandbox import check_sandbox
 
 PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": "Count."}], label=None, metadata={"a": [1]})
 COUNTER = "integration.isolated_environments:Counter"
@@ -222,3 +223,13 @@ def test_an_environment_that_cannot_run_where_it_should_is_refused(settings, sai
     recipe = recipe_with(**settings)
     with pytest.raises(ValueError, match=f"(?i){said}"):
         load_environment(recipe, ToolBox([]), SandboxPool(recipe.agent.sandbox))
+
+
+def test_the_check_of_the_sandbox_imports_no_environment_of_another_interpreter():
+    absent = AgentConfig(
+        environment="slimrl.environments.bfcl.environment:BfclEnvironment",
+        environment_isolation=IsolationMode.venv,
+        environment_venv="bfcl",
+    )
+    check_sandbox(Recipe(agent=absent))
+    assert "slimrl.environments.bfcl.environment" not in sys.modules

@@ -42,6 +42,10 @@ class IsolationMode(str, Enum):
     """In such a process with the interpreter of `agent.environment_venv`."""
 
 
+IN_PROCESS = (IsolationMode.loop, IsolationMode.thread)
+"""Where an environment is an object of slimrl's own process"""
+
+
 class SandboxBackend(str, Enum):
     """Backends that run the code which the policy wrote; docs/gateway.md#sandbox compares them."""
 

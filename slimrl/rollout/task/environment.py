@@ -20,7 +20,7 @@ from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, tools_of
 from slimrl.config.agent_rules import command_words
 from slimrl.config.import_path import parameters_of_type, resolve
-from slimrl.config.schema.agent import AgentConfig, CompactionConfig, IsolationMode
+from slimrl.config.schema.agent import IN_PROCESS, AgentConfig, CompactionConfig, IsolationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.environments.venvs import venv_python
 
@@ -38,7 +38,7 @@ def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> Ma
     agent = recipe.agent
     if not agent.environment:
         return partial(ToolEnvironment, tools, agent, recipe.rollout.tool_timeout_s)
-    if agent.environment_isolation in (IsolationMode.process, IsolationMode.venv):
+    if agent.environment_isolation not in IN_PROCESS:
         return _in_processes(agent)
     make = resolve(agent.environment, classes=True)
     given = {**dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox), **agent.environment_args}

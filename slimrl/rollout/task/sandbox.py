@@ -14,7 +14,7 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.agent_rules import command_words
 from slimrl.config.import_path import parameters_of_type, resolve
 from slimrl.config.reward_rules import reward_parts
-from slimrl.config.schema.agent import AgentConfig, SandboxBackend, SandboxConfig
+from slimrl.config.schema.agent import IN_PROCESS, AgentConfig, SandboxBackend, SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 
 START_S = 60.0
@@ -68,9 +68,13 @@ def check_command_sandbox(agent: AgentConfig) -> None:
 
 
 def _users(recipe: Recipe) -> Iterator[str]:
-    """Import paths of tools, environment and rewards with a parameter that is annotated with SandboxPool."""
+    """Import paths of tools, environment and rewards with a parameter that is annotated with SandboxPool.
+
+    An environment in another process has none, and may need packages that are not here.
+    """
+    environment = recipe.agent.environment if recipe.agent.environment_isolation in IN_PROCESS else ""
     rewards = [recipe.reward.function, *(part.function for _, part in reward_parts(recipe.reward))]
-    for path in (*recipe.agent.tools, recipe.agent.environment, *rewards):
+    for path in (*recipe.agent.tools, environment, *rewards):
         if path and parameters_of_type(resolve(path, classes=True), SandboxPool):
             yield path
 
