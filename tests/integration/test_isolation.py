@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from scripted_episode import END, runner_of
+from scripted_episode import played as played_by_script
 
 from slimrl.agent.environment import EnvironmentFailure, Turn
 from slimrl.agent.isolation.server import EnvironmentServer
@@ -21,6 +23,7 @@ from slimrl.agent.tools import ToolBox
 from slimrl.config.schema.agent import AgentConfig, IsolationMode
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status
 from slimrl.rollout.task.environment import load_environment
 from slimrl.rollout.task.sandbox import check_sandbox
 
@@ -233,3 +236,16 @@ def test_the_check_of_the_sandbox_imports_no_environment_of_another_interpreter(
     )
     check_sandbox(Recipe(agent=absent))
     assert "slimrl.environments.bfcl.environment" not in sys.modules
+
+
+async def test_a_trajectory_whose_environment_dies_fails_with_its_cause_and_the_next_one_goes_on():
+    agent = AgentConfig(environment=COUNTER, environment_isolation=IsolationMode.process)
+    async with running(server()) as process:
+        lost = await played_by_script(runner_of(f"go on{END}", f"die{END}", environment=process, agent=agent), PROMPT)
+        kept = await played_by_script(runner_of(f"go on{END}", f"end{END}", environment=process, agent=agent), PROMPT)
+    assert lost.status is Status.failed
+    assert "was ended by SIGKILL" in lost.metadata["error"]
+    assert kept.status is Status.completed
+    assert kept.metadata["environment"]["rewards"] == [0.5, 0.5]
+    assert len(set(kept.metadata["environment"]["states"])) == 2
+    assert kept.scratch["count"] == int(kept.metadata["environment"]["states"][0]) + 2
