@@ -15,7 +15,12 @@ from slimrl.environments.bfcl.kinds import FILES, FUNCTIONS, KINDS, USER, Call, 
 from slimrl.environments.bfcl.python_calls import call_text
 from slimrl.environments.bfcl.state import state_id
 
-WORDS = ("plan", "note", "list", "book", "song", "menu", "idea", "mail", "bill", "form")
+WORDS = (
+    "plan", "note", "list", "book", "song", "menu", "idea", "mail", "bill", "form", "poem", "tale", "memo", "card",
+    "film", "play", "game", "draw", "code", "test", "task", "goal", "work", "home", "food", "cake", "soup", "rice",
+    "tree", "rose", "lake", "hill", "moon", "star", "wind", "rain", "snow", "gold", "iron", "wood",
+)  # fmt: skip
+"""Names of files, folders and tickets: one word each, which a small model copies as one token"""
 MAX_REPEATS = 1000
 """Tasks in a row that are there already, after which there are no more"""
 
@@ -74,16 +79,20 @@ def generate(num: int, *, seed: int, turns: int, classes: Sequence[str] | None =
 
 
 def _requests(rng: random.Random, class_name: str, num: int) -> list[Request]:
-    """Requests that have no value in common."""
+    """Requests that have no value in common.
+
+    Raises:
+        ValueError: there are not so many values.
+    """
+    if 4 * num > len(WORDS):
+        raise ValueError(f"turns: {num} requests need more names than there are. Use at most {len(WORDS) // 4}.")
     kinds = [kind for kind in KINDS if kind.class_name == class_name]
     staying = [kind for kind in kinds if not kind.leaves_folder]
-    suffixes = rng.sample(range(100, 1000), 4 * num)
+    words, tickets = rng.sample(WORDS, 4 * num), rng.sample(range(10, 100), num)
     made = []
     for number in range(num):
-        names = [f"{rng.choice(WORDS)}{suffix}" for suffix in suffixes[4 * number : 4 * number + 4]]
-        # Ticket numbers and names have their numbers at other places, so they differ too.
-        values: Values = dict(zip("abdw", names, strict=True))
-        values |= {"n": 10 * suffixes[4 * number] + rng.randrange(10), "p": rng.randint(2, 5)}
+        values: Values = dict(zip("abdw", words[4 * number : 4 * number + 4], strict=True))
+        values |= {"n": tickets[number], "p": rng.randint(2, 5)}
         kind = rng.choice(kinds if number == num - 1 else staying)
         made.append(Request(kind=kind, text=rng.choice(kind.texts).format(**values), values=values))
     return made
