@@ -1,6 +1,6 @@
 """The search tool: passages of a local corpus, by BM25 or by the vectors of an encoder.
 
-A corpus is a JSONL file of `{"text": ...}`, with `"id"` or without; an id is shown in front of its passage, in brackets.
+A corpus is a JSONL file of `{"text": ...}`, with `"id"` or without; an id is shown in brackets before its passage.
 The index of BM25 is made at the first search, unless it is kept beside the corpus already; that of vectors is made by
 `slimrl-tools search-index`.
 """

@@ -1,4 +1,4 @@
-"""Search by vectors: the encoder against transformers' own forward in float64, the best passages against brute force."""
+"""Search by vectors: the encoder against transformers in float64, the best passages against brute force."""
 
 import json
 import random

@@ -10,8 +10,7 @@
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -38,11 +37,11 @@ TOLERANCE = 2e-3
 0.05."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Waiting:
     query: str
     num_results: int
-    places: Future[list[int]] = field(default_factory=Future)
+    places: list[int] | None = None
 
 
 class DenseIndex:
@@ -67,27 +66,27 @@ class DenseIndex:
         waiting = _Waiting(query, count)
         with self._arrivals:
             self._arrived.append(waiting)
-        while not waiting.places.done():
-            with self._computing:
-                if not waiting.places.done():
-                    self._compute()
-        return [self._shown[place] for place in waiting.places.result()]
+        try:
+            while waiting.places is None:
+                with self._computing:
+                    if waiting.places is None:
+                        self._compute()
+        finally:
+            with self._arrivals:
+                if waiting in self._arrived:
+                    self._arrived.remove(waiting)
+        return [self._shown[place] for place in waiting.places]
 
     def _compute(self) -> None:
-        """Answer the queries that have arrived; an exception is that of all of them."""
+        """Answer the queries that have arrived. If that fails they stay, and the next thread tries for itself."""
         with self._arrivals:
             batch = self._arrived[:MAX_QUERIES]
-            del self._arrived[:MAX_QUERIES]
-        try:
-            queries_BD = self._encode([one.query for one in batch])
-            places_BK = best_rows(self._vectors_ND, queries_BD, max(one.num_results for one in batch))
-        except Exception as error:
-            # Whatever it is, no thread may wait for ever: each raises it.
-            for one in batch:
-                one.places.set_exception(error)
-            return
+        queries_BD = self._encode([one.query for one in batch])
+        places_BK = best_rows(self._vectors_ND, queries_BD, max(one.num_results for one in batch))
         for one, places in zip(batch, places_BK.tolist(), strict=True):
-            one.places.set_result(places[: one.num_results])
+            one.places = places[: one.num_results]
+        with self._arrivals:
+            self._arrived = [one for one in self._arrived if one.places is None]
 
 
 def best_rows(vectors_ND: Tensor, queries_BD: Tensor, count: int) -> Tensor:
