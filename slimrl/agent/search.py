@@ -5,19 +5,16 @@ The index of BM25 is made at the first search, unless it is kept beside the corp
 `slimrl-tools search-index`.
 """
 
-import re
 from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
 from slimrl.agent.retrieval.bm25 import open_bm25
-from slimrl.agent.retrieval.corpus_index import ForeignFolder
 from slimrl.agent.tools import tool
 
 NOTHING = "nothing found"
 RETRIEVERS = ("bm25", "dense")
-_SHOWN_ID = re.compile(r"^\[([^\s\[\]]+)\] ", re.MULTILINE)
 _reading = Lock()
 """Held while an index is opened, so that the first searches of all episodes open it once."""
 
@@ -47,11 +44,6 @@ def answer(index: Finds, query: str, num_results: int) -> str:
     return "\n".join(index.find(query, num_results)) or NOTHING
 
 
-def shown_ids(text: str) -> list[str]:
-    """The ids of the passages of an answer, in order."""
-    return _SHOWN_ID.findall(text)
-
-
 @cache
 def _open(corpus: str, retriever: str, encoder: str) -> Finds:
     """Raises RuntimeError, which is no answer to the policy: there is no such file or index, or it cannot be used."""
@@ -68,5 +60,5 @@ def _open(corpus: str, retriever: str, encoder: str) -> Finds:
         from slimrl.agent.retrieval.dense import open_dense
 
         return open_dense(Path(corpus), Path(encoder))
-    except (ValueError, ForeignFolder) as error:
+    except ValueError as error:
         raise RuntimeError(str(error)) from error

@@ -59,7 +59,7 @@ def texts():
 def corpus(tmp_path_factory, encoder, texts):
     file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text, "id": f"p{n}"}) + "\n" for n, text in enumerate(texts)))
-    write_dense(file, Encoder(encoder), 256, lambda done: None)
+    write_dense(file, Encoder(encoder), 256, lambda done, total: None)
     return file
 
 

@@ -24,7 +24,7 @@ WAIT_S = 3600.0
 _READ_BYTES = 1 << 20
 
 
-class ForeignFolder(Exception):
+class ForeignFolder(ValueError):
     """Something else lies where an index is kept; it is neither used nor removed."""
 
 

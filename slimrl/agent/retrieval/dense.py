@@ -132,12 +132,12 @@ def open_dense(corpus: Path, encoder: Path) -> DenseIndex:
     return DenseIndex(KeptTexts(folder), vectors_ND, model.queries)
 
 
-def write_dense(corpus: Path, encoder: Encoder, batch: int, progress: Callable[[int], None]) -> None:
+def write_dense(corpus: Path, encoder: Encoder, batch: int, progress: Callable[[int, int], None]) -> None:
     """Write the index of a corpus, in the place of an older one.
 
     Args:
         batch: passages that are encoded at a time.
-        progress: called with the number of passages that are done.
+        progress: called with the number of passages that are done, and of all.
 
     Raises:
         ForeignFolder: something else lies in the index's place.
@@ -154,7 +154,7 @@ def write_dense(corpus: Path, encoder: Encoder, batch: int, progress: Callable[[
         for start in range(0, len(order), batch):
             places = order[start : start + batch]
             vectors[places] = encoder.texts([passages[place].text for place in places]).numpy()
-            progress(start + len(places))
+            progress(start + len(places), len(order))
         vectors.flush()
         KeptTexts.write(partial, (one.shown for one in passages))
         write_whole(partial / PROBES, json.dumps([one.text for one in passages[:NUM_PROBES]]))

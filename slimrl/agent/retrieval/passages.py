@@ -1,6 +1,7 @@
 """The passages of a corpus: read from its file, and kept so that all processes share one copy in memory."""
 
 import mmap
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 
 from slimrl.base.jsonl import read_jsonl
 
+_SHOWN_ID = re.compile(r"^\[([^\s\[\]]+)\] ", re.MULTILINE)
 TEXTS, ENDS = "passages.bin", "passage_ends.npy"
 
 
@@ -23,6 +25,11 @@ class Passage:
     def shown(self) -> str:
         """What the policy is told."""
         return f"[{self.id}] {self.text}" if self.id else self.text
+
+
+def shown_ids(told: str) -> list[str]:
+    """The ids of the passages that a text shows, each at the beginning of a line, in order."""
+    return _SHOWN_ID.findall(told)
 
 
 def read_corpus(corpus: Path) -> list[Passage]:
