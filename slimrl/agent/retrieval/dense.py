@@ -99,15 +99,17 @@ def best_rows(vectors_ND: Tensor, queries_BD: Tensor, count: int) -> Tensor:
     """
     num_rows, num_dims = vectors_ND.shape
     rows_RD = torch.empty(min(ROWS, num_rows), num_dims)
-    scores_BK = torch.empty(len(queries_BD), 0)
-    places_BK = torch.empty(len(queries_BD), 0, dtype=torch.int64)
+    scores_BK = torch.full((len(queries_BD), count), -torch.inf)
+    places_BK = torch.zeros(len(queries_BD), count, dtype=torch.int64)
     for start in range(0, num_rows, ROWS):
         part_RD = rows_RD[: min(ROWS, num_rows - start)].copy_(vectors_ND[start : start + ROWS])
         new_BR = queries_BD @ part_RD.T
-        numbers_BR = torch.arange(start, start + len(part_RD)).expand(len(queries_BD), -1)
-        scores_BK, order = torch.cat([scores_BK, new_BR], 1).sort(dim=1, descending=True, stable=True)
-        scores_BK = scores_BK[:, :count]
-        places_BK = torch.cat([places_BK, numbers_BR], 1).gather(1, order[:, :count])
+        # Few parts have a row that is better than the worst of the best so far, so few are sorted.
+        for query in (new_BR > scores_BK[:, -1:]).any(1).nonzero().flatten().tolist():
+            numbers_R = torch.arange(start, start + len(part_RD))
+            scores, order = torch.cat([scores_BK[query], new_BR[query]]).sort(descending=True, stable=True)
+            scores_BK[query] = scores[:count]
+            places_BK[query] = torch.cat([places_BK[query], numbers_R])[order[:count]]
     return places_BK
 
 
