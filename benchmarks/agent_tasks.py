@@ -23,8 +23,8 @@ from slimrl.observability.report import write_curve
 from slimrl.observability.run_folder import RunFolder
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
-TASKS = {"python": 600, "search": 800}
-"""Updates of the cold start by task"""
+TASKS = {"python": 600, "search": 1600}
+"""Updates of the cold start by task; a conversation is seen once or twice"""
 HELDOUT = "eval/heldout/reward_mean"
 COMMAND_TIMEOUT_S = 7200.0
 
@@ -73,12 +73,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
     parser.add_argument("--sft-updates", type=int, help="of the cold start")
     parser.add_argument("--problems", type=int, default=256, help="held-out questions")
-    parser.add_argument("--conversations", type=int, default=12000, help="demonstrations for the cold start")
+    parser.add_argument("--conversations", type=int, help="demonstrations for the cold start")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path("runs/agent_tasks") / options.task
     updates = options.sft_updates or TASKS[options.task]
-    counts = ["--num-heldout", str(options.problems), "--num-conversations", str(options.conversations)]
+    counts = ["--num-heldout", str(options.problems)]
+    if options.conversations is not None:
+        counts += ["--num-conversations", str(options.conversations)]
     run = learn(options.task, folder, updates, counts, options.settings)
     metrics = read_metrics(run.metrics)
     curve = [(step["step"], step[HELDOUT]) for step in metrics if HELDOUT in step]

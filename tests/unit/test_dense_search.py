@@ -164,6 +164,7 @@ def test_an_encoder_that_fails_fails_every_query_and_the_next_one_is_answered():
     for _ in range(2):
         with pytest.raises(MemoryError, match="no room"):
             index.find("x", 1)
+    assert not index._arrived
     index._encode = lambda queries: torch.ones(len(queries), 1)
     assert index.find("x", 1) == ["a"]
 

@@ -7,7 +7,7 @@ import typer
 from slimrl_tools.command_options import Seed, count
 from slimrl_tools.exit_codes import exit_codes
 
-NUM_CONVERSATIONS = 12000
+NUM_CONVERSATIONS = 25600
 
 
 def search_data(
