@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.base.atomic import atomic_folder, write_whole
-from slimrl.observability.folder_lock import folder_lock
+from slimrl.base.folder_lock import folder_lock
 
 MANIFEST = "index.json"
 WAIT_S = 3600.0
