@@ -5,10 +5,13 @@ import re
 from collections import Counter, defaultdict
 
 import pytest
+from slimrl_tools.cli import app
 from slimrl_tools.search.questions import HOPS, SHARES
 from slimrl_tools.search.search_corpus import write_search_corpus
+from typer.testing import CliRunner
 
-from slimrl.agent.retrieval.bm25 import Bm25Index
+from slimrl.agent.retrieval.bm25 import KIND, MADE_WITH, Bm25Index
+from slimrl.agent.retrieval.corpus_index import folder_of, index_problem
 from slimrl.agent.retrieval.passages import read_corpus, shown_ids
 from slimrl.data.prompts import read_prompts
 
@@ -168,3 +171,22 @@ def test_too_few_passages_are_refused_and_nothing_is_left(tmp_path, count, probl
     with pytest.raises(ValueError, match=problem):
         write_search_corpus(tmp_path / "out", seed=0, num_passages=count, num_train=400, num_heldout=120)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_commands_write_the_corpus_and_its_index_and_refuse_what_does_not_fit(tmp_path):
+    def run(*arguments):
+        return CliRunner().invoke(app, [str(one) for one in arguments])
+
+    made = run("search-data", tmp_path / "out", "--passages", 300, "--num-train", 20, "--num-heldout", 5)
+    assert (made.exit_code, made.stdout) == (0, f"{tmp_path / 'out'}: 300 passages, 20 + 5 questions\n")
+    corpus = tmp_path / "out" / "corpus.jsonl"
+    assert run("search-index", corpus).exit_code == 0
+    assert index_problem(folder_of(corpus, KIND), corpus, MADE_WITH) is None
+    for arguments, said in (
+        (["search-data", tmp_path / "new", "--passages", 300, "--num-conversations", 5], "leave --passages out"),
+        (["search-index", tmp_path / "absent.jsonl"], "absent.jsonl: no such file"),
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2
+        assert said in refused.stderr
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
