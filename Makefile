@@ -33,7 +33,7 @@ SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN) steps=400 sft.batch_conversation
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu quickstart real-model quickstart-real test test-all test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
+.PHONY: help setup setup-gpu quickstart real-model quickstart-real environments test test-all test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,12 @@ $(QUICKSTART_REAL)/data: | $(STAMP)
 	$(PREPARE_TASKS) chain_sum $@.partial --difficulty max_terms=2,max_digits=1 --num 140 --heldout 60 --seed $(SEED) >> $@.partial.log
 	$(PREPARE_TASKS) products $@.partial --difficulty max_digits=1 --num 60 --heldout 40 --seed $(SEED) >> $@.partial.log
 	@rm $@.partial.log && mv $@.partial $@
+
+# Those that the tests play: the others' packages compile for minutes (alfworld).
+ENVIRONMENTS := bfcl textworld $(if $(shell command -v chromium),miniwob)
+
+environments: $(STAMP) ## virtual environments of the environments that others made, for their tests, which are skipped without (docs/environments.md)
+	$(BIN)/slimrl-tools environment install $(ENVIRONMENTS)
 
 # Long tests first, so that short ones fill the last minutes of all processes.
 test: $(STAMP) ## representative integration tests, then unit tests (about 20 minutes on 2 cores)

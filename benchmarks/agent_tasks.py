@@ -13,6 +13,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from figures import make_table, write_figures
@@ -22,40 +23,89 @@ from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.run_folder import RunFolder
 
-RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
-TASKS = {"python": 600, "search": 1600}
-"""Updates of the cold start by task; a conversation is seen once or twice"""
+RECIPES = Path(__file__).parents[1] / "recipes"
+SFT = RECIPES / "tiny_moe" / "sft.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    recipe: str
+    """File of GSPO's recipe, in recipes/"""
+    data: tuple[str, ...]
+    """Words of the `slimrl-tools` command that writes the data, without the folder"""
+    heldout_option: str = "--heldout"
+    words: str = "sft.jsonl"
+    """File of the data whose words become tokens"""
+    sft_updates: int
+    """Updates of the cold start"""
+
+
+TASKS = {
+    name: Task(
+        recipe=f"tiny_moe/gspo_{name}.yaml", data=(f"{name}-data",), heldout_option="--num-heldout", sft_updates=updates
+    )
+    for name, updates in {"python": 600, "search": 1600}.items()
+}
+"""Task by name; those of environments that others made need `slimrl-tools environment install`"""
+TASKS["bfcl"] = Task(
+    recipe="tiny_moe/gspo_bfcl.yaml",
+    data=(
+        "environment", "data", "bfcl", "--num", "600", "--set", "tasks=generated", "--set", "turns=2",
+        "--set", "demonstrations=6000",
+    ),
+    sft_updates=600,
+)  # fmt: skip
+TASKS["miniwob"] = Task(
+    recipe="tiny_moe/gspo_miniwob.yaml",
+    data=(
+        "environment", "data", "miniwob", "--num", "2000", "--set", "tasks=click-button,click-test-2",
+        "--set", "instructions=Act.", "--set", "demonstrations=8000",
+    ),
+    sft_updates=400,
+)  # fmt: skip
+TASKS["textworld"] = Task(
+    recipe="tiny_moe/gspo_textworld.yaml",
+    data=(
+        "environment", "data", "textworld", "--num", "256", "--set", "theme=basic",
+        "--set", "demonstrations=6000", "--set", "processes=2",
+    ),
+    words="words.txt",
+    sft_updates=800,
+)  # fmt: skip
 HELDOUT = "eval/heldout/reward_mean"
 COMMAND_TIMEOUT_S = 7200.0
 
 
-def learn(task: str, folder: Path, sft_updates: int, counts: Sequence[str], settings: Sequence[str]) -> RunFolder:
+def learn(
+    name: str, folder: Path, seed: int, sft_updates: int, counts: Sequence[str], settings: Sequence[str]
+) -> RunFolder:
     """Whatever is left of the five parts; returns the folder of GSPO's run.
 
     Args:
         counts: options of the command that writes the data.
     """
+    task = TASKS[name]
     data, model, sft = folder / "data", folder / "model", RunFolder(folder / "sft")
     if not data.is_dir():
-        _run("slimrl_tools.cli", f"{task}-data", str(data), *counts)
+        _run("slimrl_tools.cli", *task.data, str(data), "--seed", str(seed), *counts)
     if not model.is_dir():
-        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / "sft.jsonl"))
-    shared = [f"run.dir={folder}", "tracking.wandb=disabled"]
+        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed))
+    shared = [f"run.dir={folder}", "tracking.wandb=disabled", f"seed={seed}"]
     if not sft.export.is_dir():
         cold_start = [
             f"steps={sft_updates}", "sft.max_tokens=512", "checkpoint.every_steps=50", "checkpoint.keep=1",
             "trainer.num_ranks=1", "trainer.parallel.expert=1", "trainer.max_tokens_per_rank=4096",
             f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
         ]  # fmt: skip
-        _run("slimrl.cli", "sft", str(RECIPES / "sft.yaml"), *shared, *cold_start, "--resume-or-start")
+        _run("slimrl.cli", "sft", str(SFT), *shared, *cold_start, "--resume-or-start")
     gspo = RunFolder(folder / "gspo")
     if not gspo.export.is_dir():
         files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
-        if task == "search":
+        if name == "search":
             files.append(f"agent.tool_args.corpus={data / 'corpus.jsonl'}")
         checkpoints = ["checkpoint.every_steps=4", "checkpoint.keep=1"]
-        recipe = str(RECIPES / f"gspo_{task}.yaml")
-        arguments = [*shared, *files, *checkpoints, f"model.path={sft.export}", *settings]
+        recipe = str(RECIPES / task.recipe)
+        arguments = [*shared, "run.name=gspo", *files, *checkpoints, f"model.path={sft.export}", *settings]
         _run("slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
     return gspo
 
@@ -68,23 +118,24 @@ def _run(module: str, *arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--folder", type=Path, help="data, models and runs; runs/agent_tasks/TASK")
+    parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the run")
+    parser.add_argument("--folder", type=Path, help="data, models and runs; runs/agent_tasks/TASK_SEED")
     parser.add_argument("--json", type=Path, help="the curve")
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
     parser.add_argument("--sft-updates", type=int, help="of the cold start")
     parser.add_argument("--problems", type=int, default=256, help="held-out questions")
-    parser.add_argument("--conversations", type=int, help="demonstrations for the cold start")
+    parser.add_argument("--conversations", type=int, help="demonstrations of python and search")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_intermixed_args()
-    folder = options.folder or Path("runs/agent_tasks") / options.task
-    updates = options.sft_updates or TASKS[options.task]
-    counts = ["--num-heldout", str(options.problems)]
-    if options.conversations is not None:
+    folder = options.folder or Path("runs/agent_tasks") / f"{options.task}_{options.seed}"
+    task = TASKS[options.task]
+    counts = [task.heldout_option, str(options.problems)]
+    if options.conversations is not None and task.data[0] != "environment":
         counts += ["--num-conversations", str(options.conversations)]
-    run = learn(options.task, folder, updates, counts, options.settings)
+    run = learn(options.task, folder, options.seed, options.sft_updates or task.sft_updates, counts, options.settings)
     metrics = read_metrics(run.metrics)
     curve = [(step["step"], step[HELDOUT]) for step in metrics if HELDOUT in step]
-    write_figures(options.json, {"task": options.task, "curve": curve})
+    write_figures(options.json, {"task": options.task, "seed": options.seed, "curve": curve})
     table = make_table(f"{options.task}: accuracy on held-out questions", ("step", "accuracy"))
     for step, accuracy in curve:
         table.add_row(str(step), f"{accuracy:.3f}")

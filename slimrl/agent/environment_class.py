@@ -47,13 +47,13 @@ def _check_method(
     path: str, make: type, name: str, places: tuple[str, ...], names: tuple[str, ...], *, asynchronous: bool
 ) -> None:
     method = getattr(make, name, None)
-    if not callable(method) and not asynchronous:
-        raise ValueError(f"{path}: has no method {name}, which an environment has")
     if asynchronous and not inspect.iscoroutinefunction(method):
         raise ValueError(
             f"{path}: has no `async def {name}`, which an environment in slimrl's own event loop has. One with plain "
             "methods needs agent.environment_isolation thread, process or venv."
         )
+    if not callable(method):
+        raise ValueError(f"{path}: has no method {name}, which an environment has")
     # Stands for the instance among the arguments of a method that is looked at through its class.
     own = () if isinstance(inspect.getattr_static(make, name), staticmethod | classmethod) else (make,)
     try:

@@ -40,7 +40,38 @@ class Entry:
         return f"{self.module}.environment:{self.class_name}"
 
 
-_ENTRIES: tuple[Entry, ...] = ()
+_ENTRIES: tuple[Entry, ...] = (
+    Entry(
+        name="miniwob",
+        summary="tasks on web pages, in a browser",
+        packages="miniwob 1.1.0 (MIT), browsergym-miniwob 0.14.3 and playwright 1.44.0 (Apache 2.0)",
+        size_mb=205,
+        class_name="MiniwobEnvironment",
+        programs=("chromium",),
+    ),
+    Entry(
+        name="bfcl",
+        summary="function calling over several turns, with the leaderboard's own checker",
+        packages="bfcl-eval 2026.3.23 (Apache-2.0), mpmath 1.3.0 (BSD-3-Clause)",
+        size_mb=22,
+        class_name="BfclEnvironment",
+    ),
+    Entry(
+        name="textworld",
+        summary="text adventures that are made by seed, of any number of rooms, things and commands",
+        packages="textworld 1.7.0 (MIT), jericho 3.3.1 (GPL-2)",
+        size_mb=110,
+        class_name="TextWorld",
+    ),
+    Entry(
+        name="alfworld",
+        summary="six kinds of household tasks in ALFWorld's domain, with rooms that are drawn by seed",
+        packages="alfworld 0.4.2 (MIT), textworld 1.7.0 (MIT), fast-downward-textworld 20.6.4 (GPL-3), jericho (GPL-2)",
+        size_mb=145,
+        class_name="AlfWorld",
+        programs=("cmake", "c++"),
+    ),
+)
 ENVIRONMENTS = {entry.name: entry for entry in _ENTRIES}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -179,3 +180,16 @@ def test_the_pages_recipe_makes_its_environment(tmp_path, monkeypatch):
         )
     )
     assert "[S]FFF" in first.messages[0]["content"]
+
+
+def place(observation, env) -> str:
+    """The tile and the thread that looks at it."""
+    return f"{observation} {threading.get_ident()}"
+
+
+def test_the_recipe_says_what_the_state_is_and_one_thread_makes_all_calls():
+    trajectory = episode({**LAKE, "state": f"{__name__}:place"}, *turns("left", "down", "right", "up"))
+    tiles, threads = zip(*(state.split() for state in trajectory.metadata["environment"]["states"]), strict=True)
+    assert tiles == ("0", "0", "4")  # then it falls into a hole
+    assert len(set(threads)) == 1
+    assert threads[0] != str(threading.get_ident())

@@ -145,6 +145,20 @@ async def test_what_an_environment_started_ends_with_it_in_whatever_session_it_i
     await until(lambda: not any(map(psutil.pid_exists, last)))
 
 
+async def test_what_a_class_shares_outlives_its_instances_and_ends_with_the_server():
+    async with running(server("integration.isolated_environments:Sharing")) as process:
+        pids = set()
+        for _ in range(2):
+            environment = process()
+            pids.add((await environment.start(PROMPT, seed=0, scratch={})).metrics["pid"])
+            own = children(process._process.pid)
+            await environment.close()
+            await until(lambda own=own: len(children(process._process.pid)) < len(own))
+        (shared,) = pids
+        assert children(process._process.pid) == [shared]
+    await until(lambda: not psutil.pid_exists(int(shared)))
+
+
 async def test_environments_are_closed_and_end_with_their_server(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIMRL_TEST_CLOSED", str(tmp_path))
     async with running(server()) as process:

@@ -47,6 +47,9 @@ LARGE = {
 }
 """Start of the recipe's name -> the published model."""
 
+BFCL = ("base", "miss_func", "miss_param", "long_context")
+"""Evaluation sets of its recipe"""
+
 
 def check(*arguments: str):
     return CliRunner().invoke(app, ["config", "check", *arguments])
@@ -57,7 +60,7 @@ def test_a_recipe_is_refused_by_no_rule(name):
     path = FILES[name]
     planned = read_offline(path, [], intended_command(path), model_needed=name not in TINY | REAL)
     # What is noted is what is not on this machine, and nothing that is probably not meant.
-    evaluated = {f"data.eval.{name}" for name in ("heldout", "aime_2024", "aime_2025", "gsm8k_test")}
+    evaluated = {f"data.eval.{name}" for name in ("heldout", "aime_2024", "aime_2025", "gsm8k_test", *BFCL)}
     if name in REAL:
         evaluated |= {f"data.{part}.{task}" for part in ("eval", "more") for task in ("chain_sum", "products", "gcd")}
     known = {"data.train", "data.more.deepscaler", *evaluated, "trainer.fp8", "trainer.megatron.dsa_kernel_backend"}
@@ -77,7 +80,7 @@ def test_a_recipe_names_its_data_and_evaluates(name):
     assert len(recipe.data.eval) >= 1
     assert len(set(files)) == len(files)
     assert all(file.endswith(".jsonl") for file in files)
-    assert "\\boxed{}" in (recipe.agent.system_prompt or "")
+    assert recipe.agent.environment or "\\boxed{}" in (recipe.agent.system_prompt or "")
 
 
 @pytest.mark.parametrize(("start", "model"), LARGE.items())

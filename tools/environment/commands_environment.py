@@ -81,6 +81,29 @@ def check(
         play_and_show(entry_of(name), player=player, seed=seed, options=_values(options))
 
 
+@app.command()
+def results(
+    name: Name,
+    trajectories: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Of `slimrl rollout --out`, or items.jsonl of `slimrl eval --out`.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the results.")],
+    model: Annotated[str, typer.Option(help="Name of the model in the results.")],
+) -> None:
+    """Write trajectories in the published format of an environment's benchmark, for its own scorer: bfcl has one."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    from slimrl.environments.catalogue import entry_of
+
+    with exit_codes():
+        module = f"{entry_of(name).module}.results"
+        if find_spec(module) is None:
+            raise ValueError(f"{name}: its benchmark has no format for results")
+        import_module(module).write_results(trajectories, out, model)
+        typer.echo(str(out))
+
+
 def _values(options: list[str] | None) -> dict[str, Any]:
     """Raises ValueError: one is not OPTION=VALUE."""
     values: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slimrl.agent.adapters.first_observation import first_observation, reset_seed, user
 from slimrl.agent.environment import Observation, Turn
 from slimrl.base.extras import extra
-from slimrl.base.threads import in_thread
+from slimrl.base.threads import OwnThread
 from slimrl.config.import_path import resolve
 from slimrl.data.prompt import Prompt
 
@@ -34,17 +34,21 @@ class GymnasiumEnvironment:
             as `env.render()` draws it with `render_mode: ansi`, coloured parts in brackets, or as `str` writes it.
         parse: import path of a function (text, env) -> action, which raises ValueError for a text that is none. Without
             it, the last action that the text names, or all of the text in a Text space.
+        state: import path of a function (observation, env) -> text that is equal for equal states, for GiGPO. Without
+            it, the text that the policy is shown.
     """
 
     def __init__(
         self, id: str, make: dict[str, Any] | None = None, actions: list[str] | None = None, render: str = "",
-        parse: str = "",
+        parse: str = "", state: str = "",
     ) -> None:  # fmt: skip
         self._id, self._make, self._actions = id, make or {}, actions or []
-        self._render_path, self._parse_path = render, parse
+        self._render_path, self._parse_path, self._state_path = render, parse, state
+        self._thread: OwnThread | None = None
+        """Runs all calls, since some libraries are bound to the thread that made them; None before the start"""
         self._env: Env | None = None
-        self._shown = ""
-        """The last observation as text"""
+        self._shown = self._state = ""
+        """The last observation as text, and the state that it came from"""
         self._counts = {"steps": 0, "invalid_actions": 0}
 
     @classmethod
@@ -60,15 +64,22 @@ class GymnasiumEnvironment:
         made._env.close()
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
-        text = await in_thread(functools.partial(self._reset, prompt, seed))
-        return first_observation(prompt, text)
+        self._thread = OwnThread()
+        text = await self._thread.run(functools.partial(self._reset, prompt, seed))
+        return first_observation(prompt, text, state_id=self._state)
 
     async def step(self, turn: Turn) -> Observation:
-        return await in_thread(functools.partial(self._step, turn.text))
+        assert self._thread is not None
+        return await self._thread.run(functools.partial(self._step, turn.text))
 
     async def close(self) -> None:
-        if self._env is not None:
-            await in_thread(self._env.close)
+        if self._thread is None:
+            return
+        try:
+            if self._env is not None:
+                await self._thread.run(self._env.close)
+        finally:
+            self._thread.end()
 
     def _open(self) -> None:
         gymnasium = extra("gymnasium")
@@ -77,6 +88,7 @@ class GymnasiumEnvironment:
         except (gymnasium.error.Error, TypeError, ImportError) as error:
             raise ValueError(f"gymnasium.make({self._id!r}): {error}") from error
         self._render = resolve(self._render_path) if self._render_path else _text
+        self._state_of = resolve(self._state_path) if self._state_path else None
         self._parse = resolve(self._parse_path) if self._parse_path else self._parser(self._env)
 
     def _parser(self, env: "Env") -> Callable[[str, Any], Any]:
@@ -97,8 +109,13 @@ class GymnasiumEnvironment:
         assert self._env is not None
         options = prompt.metadata.get("reset_options")
         observation, _ = self._env.reset(seed=reset_seed(prompt, seed), options=options)
-        self._shown = self._render(observation, self._env)
+        self._look(observation)
         return self._shown
+
+    def _look(self, observation: Any) -> None:
+        assert self._env is not None
+        self._shown = self._render(observation, self._env)
+        self._state = self._shown if self._state_of is None else self._state_of(observation, self._env)
 
     def _step(self, text: str) -> Observation:
         assert self._env is not None
@@ -111,18 +128,18 @@ class GymnasiumEnvironment:
             return Observation(
                 messages=[user(f"Invalid action: {error}")],
                 reward=0.0,
-                state_id=self._shown,
+                state_id=self._state,
                 metrics=dict(self._counts),
             )
         observation, reward, terminated, truncated, _ = self._env.step(action)
         self._counts["steps"] += 1
-        self._shown = self._render(observation, self._env)
+        self._look(observation)
         return Observation(
             messages=[user(self._shown)],
             reward=float(reward),
             done=bool(terminated),
             truncated=bool(truncated and not terminated),
-            state_id=self._shown,
+            state_id=self._state,
             metrics=dict(self._counts),
         )
 

@@ -54,11 +54,14 @@ class ForkingServer:
         self._by_handle: dict[int, _Child] = {}
         self._by_connection: dict[int, _Child] = {}
         """Children whose client is there, by the file descriptor of the connection"""
+        self._kept: set[int] = set()
+        """Processes that were here before the first child, such as one that all instances share"""
         self._poll = select.poll()
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> None:
         """Serve until the standard input ends."""
+        self._kept = set(_children_of_this())
         self._libc.prctl(_SET_SUBREAPER, 1)
         self._poll.register(self._listening, select.POLLIN)
         self._poll.register(sys.stdin.fileno(), select.POLLIN)
@@ -141,7 +144,7 @@ class ForkingServer:
 
     def _end_orphans(self) -> None:
         """Kill the processes that ended children left behind: the kernel makes them this one's children."""
-        known = {child.pid for child in self._by_handle.values()}
+        known = {child.pid for child in self._by_handle.values()} | self._kept
         while orphans := set(_children_of_this()) - known:
             for pid in orphans:
                 with suppress(ProcessLookupError):

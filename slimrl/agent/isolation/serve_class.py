@@ -19,8 +19,11 @@ def check(environment: str, arguments: Mapping[str, Any]) -> None:
 def serve(
     environment: str, arguments: Mapping[str, Any], socket_path: str, close_s: float, ready: Callable[[], None]
 ) -> None:
-    """Check as `check` does, call `ready` when clients can connect, and serve until the standard input ends."""
+    """Check as `check` does, let the class start what its instances share (its class method `share`, if it has one),
+    call `ready` when clients can connect, and serve until the standard input ends."""
     make = _checked(environment, arguments)
+    if (share := getattr(make, "share", None)) is not None:
+        share(**arguments)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(socket_path)
     listening.listen(BACKLOG)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from slimrl.agent.call_schemas import refuse_wrong_calls
+from slimrl.agent.isolation.server import EnvironmentServer
 from slimrl.agent.preview import preview_episode, preview_example
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolsUnavailable
@@ -47,6 +48,8 @@ async def preview(loaded: LoadedRecipe) -> Preview:
             return await preview_episode(dialogues, environment, recipe.rollout, recipe.agent, prompt)
         finally:
             tools.close()
+            if isinstance(environment, EnvironmentServer):
+                environment.close()
     except RecipeError:
         raise
     except ToolsUnavailable as error:
