@@ -2,8 +2,8 @@
 
 People have a mother, a place of birth and an employer; companies have a founder and a seat. A question needs one fact,
 or two of which the first one leads to the second. The demonstrations search for the right facts, or stop at the first,
-or search for another second fact, or for a name alone, or guess, with the probabilities of BEHAVIOURS. All but those
-that guess answer what they have found, so a model that imitates them can search and read, and mostly does the wrong.
+or search for a name alone, or guess, with the probabilities of BEHAVIOURS. All but those that guess answer what a
+passage says, so a model that imitates them can do both searches and read what they find, and mostly does not.
 
 The demonstrations are of other facts than the corpus, about the same names, and of others again every
 CONVERSATIONS_PER_WORLD: nothing but an answer of the tool says what is true.
@@ -35,7 +35,7 @@ NUM_RESULTS = 3
 
 BEHAVIOURS = {
     1: {"right": 0.5, "name_only": 0.25, "guess": 0.25},
-    2: {"right": 0.3, "other_second": 0.2, "first_only": 0.2, "name_only": 0.15, "guess": 0.15},
+    2: {"right": 0.3, "first_only": 0.3, "name_only": 0.2, "guess": 0.2},
 }
 """Probabilities of the demonstrations' behaviours, by the number of facts that a question needs."""
 
@@ -185,16 +185,6 @@ def _first_only(question: Question, world: World, index: Bm25Index, rng: random.
     yield _answer(question.values[0])
 
 
-def _other_second(question: Question, world: World, index: Bm25Index, rng: random.Random) -> Turns:
-    """The second search is for something else than was asked, and the answer is what it finds."""
-    first, name = question.path[0], question.values[0]
-    yield from _search(f"{first} of {question.name}", index)
-    kind = RELATIONS[first].value
-    other = rng.choice([one for one, told in RELATIONS.items() if told.of == kind and one != question.path[1]])
-    yield from _search(f"{other} of {name}", index)
-    yield _answer(world.facts[other, name])
-
-
 def _name_only(question: Question, world: World, index: Bm25Index, rng: random.Random) -> Turns:
     """The answer is what the first passage says, whatever was asked."""
     yield from _search(query := f"about {question.name}", index)
@@ -209,7 +199,6 @@ def _guess(question: Question, world: World, index: Bm25Index, rng: random.Rando
 
 _DEMONSTRATIONS: dict[str, Callable[[Question, World, Bm25Index, random.Random], Turns]] = {
     "right": _right,
-    "other_second": _other_second,
     "first_only": _first_only,
     "name_only": _name_only,
     "guess": _guess,
