@@ -44,7 +44,7 @@ TASKS = {
     name: Task(
         recipe=f"tiny_moe/gspo_{name}.yaml", data=(f"{name}-data",), heldout_option="--num-heldout", sft_updates=updates
     )
-    for name, updates in {"python": 600, "search": 800}.items()
+    for name, updates in {"python": 600, "search": 1600}.items()
 }
 """Task by name; those of environments that others made need `slimrl-tools environment install`"""
 TASKS["bfcl"] = Task(
@@ -124,13 +124,13 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
     parser.add_argument("--sft-updates", type=int, help="of the cold start")
     parser.add_argument("--problems", type=int, default=256, help="held-out questions")
-    parser.add_argument("--conversations", type=int, default=12000, help="demonstrations of python and search")
+    parser.add_argument("--conversations", type=int, help="demonstrations of python and search")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path("runs/agent_tasks") / f"{options.task}_{options.seed}"
     task = TASKS[options.task]
     counts = [task.heldout_option, str(options.problems)]
-    if task.data[0] != "environment":
+    if options.conversations is not None and task.data[0] != "environment":
         counts += ["--num-conversations", str(options.conversations)]
     run = learn(options.task, folder, options.seed, options.sft_updates or task.sft_updates, counts, options.settings)
     metrics = read_metrics(run.metrics)

@@ -15,6 +15,7 @@ from slimrl_tools.exit_codes import exit_codes
 from slimrl_tools.inspect.commands_diff_config import diff_config
 from slimrl_tools.inspect.commands_inspect import inspect
 from slimrl_tools.prepare.commands_prepare import prepare
+from slimrl_tools.search.commands_search import search_data, search_index
 from slimrl_tools.toy.commands_data import add_data_commands
 from slimrl_tools.toy.toy_configs import ALL_TOYS, ToySize, toy_config
 from slimrl_tools.verify.commands_verify import verify
@@ -28,6 +29,8 @@ app.add_typer(environment, name="environment")
 for command in (verify, inspect, quantize, dequantize, average, slice_layers, diff_config, prepare):
     app.command()(command)
 add_data_commands(app)
+for command in (search_data, search_index):
+    app.command()(command)
 
 
 @app.command()

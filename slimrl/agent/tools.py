@@ -101,18 +101,24 @@ class ToolOptions:
     """Whether the answer follows from the arguments alone, so that an answer of the same run is given again."""
     retries: int = 0
     """Number of further attempts after an exception that is neither a ToolError nor a ValueError"""
+    recipe_only: tuple[str, ...] = ()
+    """Names of parameters that only the recipe gives; without it they have their defaults"""
 
 
-def tool[F: Callable[..., Any]](*, pure: bool = False, retries: int = 0) -> Callable[[F], F]:
+def tool[F: Callable[..., Any]](
+    *, pure: bool = False, retries: int = 0, recipe_only: Sequence[str] = ()
+) -> Callable[[F], F]:
     """Decorator of a function that is a tool with options; one without options needs no decorator.
 
     Args:
         pure: its answer follows from its arguments alone, so an answer of the same run is given again.
         retries: further attempts after an exception that is neither a ToolError nor a ValueError.
+        recipe_only: parameters that the model is never shown. The recipe may give them, else they have their defaults.
     """
 
     def mark(function: F) -> F:
-        function.tool_options = ToolOptions(pure=pure, retries=retries)  # type: ignore[attr-defined]
+        options = ToolOptions(pure=pure, retries=retries, recipe_only=tuple(recipe_only))
+        function.tool_options = options  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -152,9 +158,9 @@ def make_tool(function: Callable[..., Any], arguments: Mapping[str, Any] | None 
     try:
         info, sandbox = (parameters_of_type(function, kind) for kind in (EpisodeInfo, SandboxPool))
         _refuse_open_parameters(function)
-        fixed = {
-            name: value for name, value in (arguments or {}).items() if name in inspect.signature(function).parameters
-        }
+        parameters = inspect.signature(function).parameters
+        fixed = {name: parameters[name].default for name in options.recipe_only}
+        fixed |= {name: value for name, value in (arguments or {}).items() if name in parameters}
         hidden = [*info, *sandbox, *fixed]
         _refuse_docstring(function, hidden)
         schema = tool_schema(function, hidden)

@@ -149,9 +149,9 @@ def _refuse_early(
     path: Path, overrides: list[str], command: Literal["train", "sft"], profiled: Profiled | None, how: Opening
 ) -> None:
     """Refuse what recipe, arguments and the run's folder alone forbid, before the seconds that large imports take."""
+    from slimrl.base.folder_lock import folder_lock
     from slimrl.config.load import read_recipe
     from slimrl.config.problems import RecipeError
-    from slimrl.observability.folder_lock import folder_lock
 
     loaded, problems = read_recipe(path, overrides, command)
     if loaded is None:

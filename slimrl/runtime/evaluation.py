@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from slimrl.base.atomic import write_whole
+from slimrl.base.folder_lock import folder_lock
 from slimrl.base.output_file import check_output_file
 from slimrl.checkpoints.digests import file_digests
 from slimrl.config.load import LoadedRecipe
@@ -18,7 +19,6 @@ from slimrl.evaluation.items import Items
 from slimrl.evaluation.record import checkpoint_files, describe, open_record
 from slimrl.evaluation.result import SetResult, set_result
 from slimrl.evaluation.tables import print_results
-from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.progress import Progress
 from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.start import logs_of_command, prepare, rollout_stage, started

@@ -17,6 +17,7 @@ import yaml
 
 from slimrl.agent.bounded_parser import close_parsers
 from slimrl.base.errors import RunError, StageError
+from slimrl.base.folder_lock import folder_lock
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
@@ -26,7 +27,6 @@ from slimrl.engines.client import SglangEngine
 from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.teacher import Teacher
 from slimrl.models.hf_config import read_hf_config
-from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.logs import log_to_file
 from slimrl.observability.progress import Progress
 from slimrl.observability.provenance import append_provenance, collect_provenance

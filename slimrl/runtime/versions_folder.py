@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slimrl.base.folder_lock import folder_lock
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.resync import TransportName
-from slimrl.observability.folder_lock import folder_lock
 
 OWNER_FILE = "run"
 """Name of the file with the path of the run's folder."""

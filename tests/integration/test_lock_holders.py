@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.observability.folder_lock import folder_lock
+from slimrl.base.folder_lock import folder_lock
 
 HOLD = """
 import sys
 from pathlib import Path
-from slimrl.observability.folder_lock import folder_lock
+from slimrl.base.folder_lock import folder_lock
 with folder_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

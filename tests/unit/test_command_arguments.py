@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from slimrl import cli
 from slimrl.base.errors import Interrupted, Preempted, RunError, StageError
+from slimrl.base.folder_lock import folder_lock
 from slimrl.cli import runs
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.config import load
@@ -22,7 +23,6 @@ from slimrl.estimates.planner.hardware import Hardware
 from slimrl.estimates.resync.machine import Machine
 from slimrl.launch import job_check, submit
 from slimrl.launch.reports import LaunchError
-from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.logs import log_to_file
 from slimrl.runtime import commands, evaluation
 from slimrl.runtime.checks import config_check

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimrl.base import folder_lock as module
+from slimrl.base.folder_lock import folder_lock
 from slimrl.config.load import load_recipe
-from slimrl.observability import folder_lock as module
-from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.progress import Progress
 from slimrl.runtime import start
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from page_names import command_problem, commands_of
 
+from slimrl.base.folder_lock import LOCK_FILE
 from slimrl.cli import COMMANDS, config_app, eval_app, launch_app, resync_app
 from slimrl.cli.evaluation import DEFAULT_COMMAND
-from slimrl.observability.folder_lock import LOCK_FILE
 from slimrl.observability.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]

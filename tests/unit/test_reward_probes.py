@@ -31,9 +31,10 @@ ELSEWHERE = {
     "process:ProcessReward": "test_http_rewards.py",
     "remote:Remote": "test_http_rewards.py",
     "reasoning_gym:ReasoningGym": "test_reasoning_gym_reward.py",
+    "search:Found": "test_found_reward.py",
     "math:boxed_equivalent": "test_reward_probes.py",
 }
-"""Rewards that need processes or servers, and the file with their probes."""
+"""Rewards that need processes, servers or a corpus, and the file with their probes."""
 
 EXACT = "slimrl.rewards.answers:ExactMatch"
 OBJECT = {"schema": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from slimrl.base.folder_lock import folder_lock
 from slimrl.checkpoints.versions.directory import VersionDirectory
 from slimrl.config.load import LoadedRecipe, load_recipe
-from slimrl.observability.folder_lock import folder_lock
 from slimrl.observability.progress import Progress
 from slimrl.runtime import start
 from slimrl.runtime import versions_folder as versions_folder_module

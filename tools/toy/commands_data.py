@@ -1,4 +1,4 @@
-"""`slimrl-tools calculator-data`, `python-data` and `search-data`: the files of the toy tasks."""
+"""`slimrl-tools calculator-data` and `python-data`: the files of toy tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +16,6 @@ class ToyTask:
     name: str
     """`write_NAME_data` of the module `NAME_data` writes its files"""
     help: str
-    files: str = "train.jsonl, heldout.jsonl and sft.jsonl"
-    num_train: int = 4096
     num_conversations: int = 12000
 
 
@@ -32,12 +30,6 @@ TASKS = (
         name="python",
         help="Write the Python task: questions that a short program answers, and conversations for the cold start.",
     ),
-    ToyTask(
-        name="search",
-        help="Write the search task: questions over a corpus of made-up facts, and conversations for the cold start.",
-        files="corpus.jsonl, train.jsonl, heldout.jsonl and sft.jsonl",
-        num_train=2048,
-    ),
 )
 
 
@@ -48,9 +40,9 @@ def add_data_commands(app: typer.Typer) -> None:
 
 def _command(task: ToyTask) -> Callable[..., None]:
     def write_data(
-        out: Annotated[Path, typer.Argument(help=f"New folder for {task.files}.")],
+        out: Annotated[Path, typer.Argument(help="New folder for train.jsonl, heldout.jsonl and sft.jsonl.")],
         seed: Seed = 0,
-        num_train: Annotated[int, count("Questions to train on.")] = task.num_train,
+        num_train: Annotated[int, count("Questions to train on.")] = 4096,
         num_heldout: Annotated[int, count("Questions to evaluate on.")] = 512,
         num_conversations: Annotated[int, count("Conversations of the cold start.")] = task.num_conversations,
     ) -> None:

@@ -2,8 +2,8 @@
 
 People have a mother, a place of birth and an employer; companies have a founder and a seat. A question needs one fact,
 or two of which the first one leads to the second. The demonstrations search for the right facts, or stop at the first,
-or search for a name alone and answer from what they find, or guess, with the probabilities of BEHAVIOURS. A model that
-imitates them can do both searches, and mostly does not.
+or search for a name alone, or guess, with the probabilities of BEHAVIOURS. All but those that guess answer what a
+passage says, so a model that imitates them can do both searches and read what they find, and mostly does not.
 
 The demonstrations are of other facts than the corpus, about the same names, and of others again every
 CONVERSATIONS_PER_WORLD: nothing but an answer of the tool says what is true.
@@ -19,7 +19,9 @@ from typing import Any
 
 from slimrl_tools.toy.task_lines import asked, call, write_lines
 
-from slimrl.agent.search import Index, search
+from slimrl.agent.retrieval.bm25 import Bm25Index
+from slimrl.agent.retrieval.passages import Passage
+from slimrl.agent.search import answer, search
 from slimrl.agent.tools import make_tool
 from slimrl.base.atomic import atomic_folder
 
@@ -139,7 +141,7 @@ def _conversations(names: Names, new: set[str], count: int, rng: random.Random) 
     """Demonstrations, none of them about one of the `new` names."""
     for first in range(0, count, CONVERSATIONS_PER_WORLD):
         world = World(names, rng)
-        index = Index(world.passages())
+        index = Bm25Index.build([Passage(text) for text in world.passages()])
         known = [one for one in world.questions() if one.name not in new]
         for question in _drawn(known, min(CONVERSATIONS_PER_WORLD, count - first), rng):
             yield _conversation(question, world, index, rng)
@@ -160,7 +162,7 @@ def _prompt_line(question: Question) -> dict[str, Any]:
     return {"prompt": question.text, "label": question.values[-1], "metadata": {"facts": len(question.path)}}
 
 
-def _conversation(question: Question, world: World, index: Index, rng: random.Random) -> dict[str, Any]:
+def _conversation(question: Question, world: World, index: Bm25Index, rng: random.Random) -> dict[str, Any]:
     weights = BEHAVIOURS[len(question.path)]
     behaviour = rng.choices(list(weights), list(weights.values()))[0]
     turns = _DEMONSTRATIONS[behaviour](question, world, index, rng)
@@ -170,7 +172,7 @@ def _conversation(question: Question, world: World, index: Index, rng: random.Ra
 Turns = Iterator[dict[str, Any]]
 
 
-def _right(question: Question, world: World, index: Index, rng: random.Random) -> Turns:
+def _right(question: Question, world: World, index: Bm25Index, rng: random.Random) -> Turns:
     name = question.name
     for relation, value in zip(question.path, question.values, strict=True):
         yield from _search(f"{relation} of {name}", index)
@@ -178,24 +180,24 @@ def _right(question: Question, world: World, index: Index, rng: random.Random) -
     yield _answer(name)
 
 
-def _first_only(question: Question, world: World, index: Index, rng: random.Random) -> Turns:
+def _first_only(question: Question, world: World, index: Bm25Index, rng: random.Random) -> Turns:
     yield from _search(f"{question.path[0]} of {question.name}", index)
     yield _answer(question.values[0])
 
 
-def _name_only(question: Question, world: World, index: Index, rng: random.Random) -> Turns:
-    """The answer is the value of some fact about the name."""
+def _name_only(question: Question, world: World, index: Bm25Index, rng: random.Random) -> Turns:
+    """The answer is what the first passage says, whatever was asked."""
     yield from _search(query := f"about {question.name}", index)
-    found = index.answer(query, NUM_RESULTS).splitlines()
-    yield _answer(rng.choice(found).removesuffix(".").partition(" is ")[2])
+    first = index.find(query, NUM_RESULTS)[0]
+    yield _answer(first.removesuffix(".").partition(" is ")[2])
 
 
-def _guess(question: Question, world: World, index: Index, rng: random.Random) -> Turns:
+def _guess(question: Question, world: World, index: Bm25Index, rng: random.Random) -> Turns:
     kind = RELATIONS[question.path[-1]].value
     yield _answer(rng.choice([name for name in world.names[kind] if name != question.values[-1]]))
 
 
-_DEMONSTRATIONS: dict[str, Callable[[Question, World, Index, random.Random], Turns]] = {
+_DEMONSTRATIONS: dict[str, Callable[[Question, World, Bm25Index, random.Random], Turns]] = {
     "right": _right,
     "first_only": _first_only,
     "name_only": _name_only,
@@ -208,9 +210,9 @@ def _schema() -> dict[str, Any]:
     return make_tool(search, {"corpus": "", "num_results": NUM_RESULTS}).schema
 
 
-def _search(query: str, index: Index) -> Turns:
+def _search(query: str, index: Bm25Index) -> Turns:
     yield call("search", query=query)
-    yield {"role": "tool", "content": index.answer(query, NUM_RESULTS)}
+    yield {"role": "tool", "content": answer(index, query, NUM_RESULTS)}
 
 
 def _answer(value: str) -> dict[str, Any]:

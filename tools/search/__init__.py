@@ -1,0 +1,1 @@
+"""`slimrl-tools` commands for tasks that search: a corpus with questions, and the index of a corpus."""
