@@ -141,9 +141,12 @@ async def test_sessions_share_one_copy_which_none_of_them_sees_the_others_throug
     sessions = [await sandbox.session(Language.shell, folder=folder) for _ in range(3)]
     assert len(list(sandbox._folders.root.iterdir())) == 2
     await sessions[0].run("echo mine > kept.txt; rm -r inner; mkdir inner")
-    assert (await sessions[1].run("cat kept.txt; ls inner /base/inner; grep -r solution /base /tmp")).stdout == (
-        "same\n/base/inner:\nedited.txt\n\ninner:\nedited.txt\n"
+    assert (await sessions[1].run("cat kept.txt; ls inner /base; grep -r solution /base /tmp")).stdout == (
+        "same\n/base:\n\ninner:\nedited.txt\n"
     )
+    beside = Program(code="import os; print(os.listdir('/base'))")
+    assert (await sessions[1].run_program(beside)).stdout == (await sandbox.run(beside)).stdout == "[]\n"
+    assert set(await sessions[0].changed()) == {"kept.txt", "inner/edited.txt"}
     (folder / "kept.txt").write_text("new\n")
     late = await sandbox.session(Language.shell, folder=folder)
     assert (await late.run("cat kept.txt")).stdout == "new\n"

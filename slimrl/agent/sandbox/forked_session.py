@@ -100,13 +100,15 @@ class ForkedSession:
 
     async def _with_files(self, program: Program) -> str:
         async with self._lock:
-            return printed(await self._run_beside(program, files_limits(program, self._limits)))
+            limits = files_limits(program, self._limits)
+            sees_base = self._folder is not None and bool(self._folder.base)
+            return printed(await self._run_beside(program, limits, sees_base=sees_base))
 
-    async def _run_beside(self, program: Program, limits: SandboxLimits) -> Result:
+    async def _run_beside(self, program: Program, limits: SandboxLimits, *, sees_base: bool = False) -> Result:
         if self._closed or self._run.exited.done():
             raise SessionEnded("the session has ended")
         try:
-            return await run_program(self._client, program, limits, beside=self._run)
+            return await run_program(self._client, program, limits, beside=self._run, sees_base=sees_base)
         except SandboxError as error:
             if self._run.exited.done():
                 raise SessionEnded("the session has ended") from error

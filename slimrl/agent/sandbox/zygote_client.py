@@ -158,6 +158,7 @@ class ZygoteClient:
         folder: int | None = None,
         base: str = "",
         beside: Run | None = None,
+        sees_base: bool = False,
     ) -> Run:
         """Start a run. The descriptors stay the caller's.
 
@@ -165,6 +166,7 @@ class ZygoteClient:
             folder: descriptor of a tar file that becomes the session's folder.
             base: name of the folder over which the session works.
             beside: a session in whose files the run works.
+            sees_base: whether it sees the folder with which that session began.
         """
         self._count += 1
         output = Capture(limits.output_bytes)
@@ -173,7 +175,7 @@ class ZygoteClient:
         given = {"task": task_file, "stdin": stdin, "stdout": output.write_ends[0], "stderr": output.write_ends[1]}
         given |= {name: file for name, file in (("channel", channel), ("folder", folder)) if file is not None}
         request: dict[str, Any] = {"id": self._count, "limits": asdict(limits), "descriptors": list(given)}
-        request |= {"base": base, "beside": None if beside is None else beside.number}
+        request |= {"base": base, "beside": None if beside is None else beside.number, "sees_base": sees_base}
         try:
             self._send(request, list(given.values()))
         except OSError as error:

@@ -10,18 +10,24 @@ from slimrl.config.schema.agent import SandboxLimits
 
 
 async def run_program(
-    client: ZygoteClient, program: Program, limits: SandboxLimits, beside: Run | None = None
+    client: ZygoteClient,
+    program: Program,
+    limits: SandboxLimits,
+    *,
+    beside: Run | None = None,
+    sees_base: bool = False,
 ) -> Result:
     """Run a program.
 
     Args:
         beside: a session in whose files it works.
+        sees_base: whether it sees the folder with which that session began.
     """
     start = time.monotonic()
     stdin = memory_file(program.stdin)
     try:
         task = {"language": program.language.value, "code": program.code}
-        run = client.spawn(task, limits, stdin=stdin, beside=beside)
+        run = client.spawn(task, limits, stdin=stdin, beside=beside, sees_base=sees_base)
     finally:
         os.close(stdin)
     in_time = False

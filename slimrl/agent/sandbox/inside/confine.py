@@ -46,7 +46,9 @@ class _Program(ctypes.Structure):
 _FILTER = seccomp.program()
 
 
-def confine(limits: dict[str, int], user: int, *, base: str = "", beside: int | None = None) -> None:
+def confine(
+    limits: dict[str, int], user: int, *, base: str = "", beside: int | None = None, sees_base: bool = False
+) -> None:
     """Take from this process all that a program must not have. Raises OSError.
 
     Args:
@@ -54,6 +56,7 @@ def confine(limits: dict[str, int], user: int, *, base: str = "", beside: int | 
         user: one of RUN_USERS.
         base: name of the folder in BASE over which a session works.
         beside: descriptor of the mount namespace of a session in whose files this process works.
+        sees_base: whether it sees that session's folder as it was at first, at BASE, which programs do not.
     """
     host_proc = os.open("/proc", os.O_PATH)
     _write(host_proc, "oom_score_adj", "1000")  # the kernel ends programs before it ends the training
@@ -64,6 +67,8 @@ def confine(limits: dict[str, int], user: int, *, base: str = "", beside: int | 
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
     if beside is None:
         _mount_private(limits["disk_bytes"], base)
+    elif sees_base:
+        _call("umount2", BASE.encode(), 0)
     _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
     os.chdir("/tmp")
     _limit(limits)
@@ -118,8 +123,9 @@ def _mount_private(disk_bytes: int, base: str) -> None:
     if base:
         os.mkdir("/tmp/tmp/work")
         _mount_overlay(f"{BASE}/{base}", "/tmp/tmp/work")
-    # The folders of other sessions are hidden.
-    _mount(f"{BASE}/{base}" if base else EMPTY, BASE, None, _MS_BIND, None)
+        _mount(f"{BASE}/{base}", BASE, None, _MS_BIND, None)
+    # The folders of other sessions are hidden, and the session's own below its changes.
+    _mount(EMPTY, BASE, None, _MS_BIND, None)
     _mount("/tmp/tmp", "/tmp", None, _MS_BIND | _MS_REC, None)
 
 

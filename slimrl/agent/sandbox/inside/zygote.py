@@ -194,7 +194,13 @@ class Zygote:
             # Those of the other runs would count in the limit of open files.
             _close_all_but([self._control.fileno(), *(given[name] for name in given if name not in _STREAMS)])
             limits = limits | {"address_space_bytes": limits["memory_bytes"] + self._base_bytes}
-            confine(limits, user, base=request["base"], beside=given.get("mounts"))
+            confine(
+                limits,
+                user,
+                base=request["base"],
+                beside=given.get("mounts"),
+                sees_base=request["sees_base"],
+            )
         except OSError as error:
             self._send({"id": request["id"], "problem": f"cannot confine a program: {error}"})
             os._exit(status)
