@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 
 _HEADING = re.compile(r"^_{3,} (.+?) _{3,}$", re.MULTILINE)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
+"""What differs from run to run in the texts of objects"""
 _FRAME = re.compile(r"^(\S+\.py):\d+: in ")
 MAX_LINES, MAX_CHARS = 12, 600
 MAX_CASES = 2
@@ -56,7 +58,7 @@ def _cases(log: str, tests: Sequence[str]) -> list[tuple[str, str]]:
                 in_frame = False
             elif in_frame and of_test and line.startswith("    ") and not set(line) <= set(" ^~"):
                 code.append(line[4:])
-        shown = "\n".join(outcome[:MAX_LINES])[:MAX_CHARS]
+        shown = _ADDRESS.sub("", "\n".join(outcome[:MAX_LINES]))[:MAX_CHARS]
         if code and shown:
             found.append(("\n".join(code), shown))
     return found

@@ -4,11 +4,11 @@ import difflib
 import re
 from dataclasses import dataclass
 
-_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 CONTEXTS = (3, 6, 12, 25, 50, 100, 10_000)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Hunk:
     """A place that a diff changes."""
 
@@ -36,18 +36,18 @@ def path_of(diff: str) -> str:
 
 
 def hunks(diff: str, *, reverse: bool = False) -> list[Hunk]:
-    """Args:
-    reverse: of the diff that undoes it.
-    """
-    found: list[tuple[int, list[str], list[str]]] = []
+    """The places that a diff changes, or with `reverse` those of the diff that undoes it."""
+    found: list[Hunk] = []
+    old, new = ("+", "-") if reverse else ("-", "+")
     for line in diff.splitlines(keepends=True)[2:]:
         if header := _HUNK.match(line):
-            found.append((int(header[3 if reverse else 1]), [], []))
+            found.append(Hunk(line=int(header[2 if reverse else 1]), old="", new=""))
             continue
-        for mark, side in (("-", 2 if reverse else 1), ("+", 1 if reverse else 2)):
-            if line[0] in (" ", mark):
-                found[-1][side].append(line[1:])
-    return [Hunk(line=line, old="".join(old), new="".join(new)) for line, old, new in found]
+        if line[0] in (" ", old):
+            found[-1].old += line[1:]
+        if line[0] in (" ", new):
+            found[-1].new += line[1:]
+    return found
 
 
 def apply(text: str, diff: str, *, reverse: bool = False) -> str:
