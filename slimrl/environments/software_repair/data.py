@@ -1,7 +1,7 @@
 """Makes tasks of software repair: bugs that the package's own tests catch.
 
 1. The sources of the packages are downloaded and cut down to base folders, which all tasks of a package share.
-2. Each base's suite is run twice; what does not pass both times is no evidence.
+2. Each base's suite is run twice, in two folders; what does not pass both times is no evidence.
 3. A bug is planted in a copy and the suite run again. A task is kept if some tests fail and others still pass.
 4. Functions that have a held-out bug have none among the training tasks.
 """
@@ -26,6 +26,8 @@ from slimrl.environments.software_repair.issues import issue
 from slimrl.environments.software_repair.packages import PACKAGES, Package, make_base, pins
 from slimrl.environments.software_repair.suite import suite_command
 
+BASE_S = 300.0
+"""Deadline of a suite without a bug"""
 MIN_DEADLINE_S, SLOWER = 20.0, 6.0
 """Deadline of a suite with a bug: so many times as long as without, and at least so many seconds."""
 SHORTEST_LEAK = 12
@@ -72,7 +74,10 @@ def write(out: Path, *, num: int, heldout: int, seed: int, packages: Sequence[st
 def _place(package: Package, out: Path, seed: int) -> _Place:
     base = make_base(package, out / "sources", out / "bases")
     start = time.monotonic()
-    runs = [run_suite(base, package.tests, timeout_s=300.0) for _ in range(2)]
+    runs = [run_suite(base, package.tests, timeout_s=BASE_S)]
+    with tempfile.TemporaryDirectory() as folder:  # a test that passes in one folder alone is no evidence
+        copy = shutil.copytree(base, Path(folder, base.name))
+        runs.append(run_suite(copy, package.tests, timeout_s=BASE_S))
     seconds = (time.monotonic() - start) / 2
     passing = [test for test in runs[0] if all(run.get(test) == "PASSED" for run in runs)]
     if not passing:
@@ -127,6 +132,7 @@ def _task(place: _Place, bug: Bug, patch: str, changed: list[str], seed: int) ->
                 return None
             files = sorted({test.partition("::")[0] for test in fail_to_pass})
             log = _run(copy, files, "--tb=short --show-capture=no -q -p no:cacheprovider", place.deadline_s)
+            log = log.replace(folder, "")
         except subprocess.TimeoutExpired:
             return None
     version, _ = pins()[package.name]
