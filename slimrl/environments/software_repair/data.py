@@ -2,7 +2,8 @@
 
 1. The sources of the packages are downloaded and cut down to base folders, which all tasks of a package share.
 2. Each base's suite is run twice, in two folders; what does not pass both times is no evidence.
-3. A bug is planted in a copy and the suite run again. A task is kept if some tests fail and others still pass.
+3. A bug is planted in a copy and the suite run again. A task is kept if some tests fail and others still pass, and
+   those that fail pass in the same copy without the bug.
 4. Functions that have a held-out bug have none among the training tasks.
 """
 
@@ -133,6 +134,10 @@ def _task(place: _Place, bug: Bug, patch: str, changed: list[str], seed: int) ->
             files = sorted({test.partition("::")[0] for test in fail_to_pass})
             log = _run(copy, files, "--tb=short --show-capture=no -q -p no:cacheprovider", place.deadline_s)
             log = log.replace(folder, "")
+            shutil.copy(base / bug.path, copy / bug.path)
+            repaired = run_suite(copy, files, timeout_s=place.deadline_s)
+            if any(repaired.get(test) != "PASSED" for test in fail_to_pass):
+                return None  # something else than the bug made them fail
         except subprocess.TimeoutExpired:
             return None
     version, _ = pins()[package.name]
