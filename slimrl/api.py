@@ -15,7 +15,7 @@ from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.agent.tools import EpisodeInfo, ToolBox, ToolError, tool
 from slimrl.algorithms.advantages import Group
 from slimrl.algorithms.loss_types import PolicyTokens, TokenLosses
-from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Segment, Status, Trajectory, read_trajectories, write_trajectories
@@ -46,6 +46,7 @@ __all__ = [  # noqa: RUF022 - in the order of the page, by what they are for
     # Code that the policy wrote
     "SandboxPool",
     "SandboxConfig",
+    "SandboxLimits",
     "Program",
     "Language",
     "SandboxError",

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +50,7 @@ def _soon(monkeypatch):
 
 
 async def test_a_run_that_cannot_be_ended_is_given_up_and_others_go_on():
-    client = ZygoteClient([])
+    client = ZygoteClient([], Path())
     peer = Peer(client, answers=True, endless={1})
     first, second = spawn(client), spawn(client)
     with pytest.raises(SandboxError, match="given up; others go on"):
@@ -64,7 +65,7 @@ async def test_a_run_that_cannot_be_ended_is_given_up_and_others_go_on():
 
 
 async def test_a_sandbox_that_does_not_answer_is_ended():
-    client = ZygoteClient([])
+    client = ZygoteClient([], Path())
     Peer(client, answers=False, endless=set())
     first, second = spawn(client), spawn(client)
     with pytest.raises(SandboxError, match="did not answer within"):

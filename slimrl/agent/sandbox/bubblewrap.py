@@ -4,14 +4,15 @@ The interpreter starts with the first run, and again if it has ended. docs/gatew
 """
 
 import asyncio
-import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
-from slimrl.agent.sandbox.forked_session import ForkedSession, folder_archive, run_result
+from slimrl.agent.sandbox.base_folders import BaseFolders
+from slimrl.agent.sandbox.forked_session import ForkedSession
 from slimrl.agent.sandbox.interface import Language, Program, Result
-from slimrl.agent.sandbox.zygote_client import ZygoteClient, memory_file
+from slimrl.agent.sandbox.session_folder import ArchivedFolder, OverlaidFolder, SessionFolder
+from slimrl.agent.sandbox.zygote_client import ZygoteClient
+from slimrl.agent.sandbox.zygote_run import run_program
 from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 
@@ -21,6 +22,7 @@ class BubblewrapSandbox:
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._client: ZygoteClient | None = None
+        self._folders: BaseFolders | None = None
         self._starting = asyncio.Lock()
 
     @property
@@ -32,39 +34,40 @@ class BubblewrapSandbox:
         """The warm interpreter, started if there is none. Raises SandboxError if it cannot be."""
         async with self._starting:
             if self._client is None or self._client.broken:
-                client = ZygoteClient(self._config.packages)
+                self._folders = self._folders or BaseFolders()
+                client = ZygoteClient(self._config.packages, self._folders.root)
                 await client.start()
                 self._client = client
             return self._client
 
     async def run(self, program: Program, limits: SandboxLimits | None = None) -> Result:
-        limits = limits or self._config.limits
-        client = await self.start()
-        start = time.monotonic()
-        stdin = memory_file(program.stdin)
-        try:
-            run = client.spawn({"language": program.language.value, "code": program.code}, limits, stdin=stdin)
-        finally:
-            os.close(stdin)
-        in_time = False
-        try:
-            in_time = await run.wait(limits.wall_s)
-        finally:
-            stdout, stderr = await run.end()
-        seconds = time.monotonic() - start
-        return run_result(run, limits, stdout, stderr, seconds, in_time=in_time)
+        return await run_program(await self.start(), program, limits or self._config.limits)
 
     async def session(
         self, language: Language = Language.python, *, folder: Path | None = None, limits: SandboxLimits | None = None
     ) -> ForkedSession:
         limits = limits or replace(self._config.limits, cpu_s=self._config.session_cpu_s)
-        archive = None if folder is None else await asyncio.to_thread(folder_archive, folder)
+        client = await self.start()
+        begun = None if folder is None else await self._begin(client, folder)
         try:
-            return ForkedSession(await self.start(), language, limits, archive)
-        finally:
-            if archive is not None:
-                os.close(archive)
+            session = ForkedSession(client, language, limits, begun)
+        except BaseException:
+            if begun is not None:
+                begun.close()
+            raise
+        await session.start()
+        return session
+
+    async def _begin(self, client: ZygoteClient, folder: Path) -> SessionFolder:
+        """An overlay over the folder where the kernel takes it, else a copy."""
+        if not client.overlay:
+            return await asyncio.to_thread(ArchivedFolder, folder)
+        assert self._folders is not None
+        return OverlaidFolder(self._folders, await self._folders.take(folder))
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
+        if self._folders is not None:
+            self._folders.close()
+            self._folders = None

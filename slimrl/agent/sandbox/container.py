@@ -8,13 +8,24 @@ import asyncio
 import subprocess
 import tempfile
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from slimrl.agent.sandbox.folder_archive import packed
-from slimrl.agent.sandbox.interface import Ended, Language, Program, Result, SandboxError, SessionEnded, check_code
+from slimrl.agent.sandbox.interface import (
+    Ended,
+    FileChange,
+    Language,
+    Program,
+    Result,
+    SandboxError,
+    SessionEnded,
+    check_code,
+)
 from slimrl.agent.sandbox.process import Command, run_command
+from slimrl.agent.sandbox.session_files import NO_FOLDER, changes, comparing_program, files_limits, printed, put_program
+from slimrl.agent.sandbox.session_folder import ArchivedFolder
 from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 COMMAND_S = 120.0
@@ -29,6 +40,8 @@ STARTED = "slimrl: started"
 _SIGNAL = 128
 """Offset of a container's exit code where a signal ended its program: 128 + the signal's number"""
 _DESCRIPTORS = 1024
+_OF_THE_CONTAINER = ("cpu_s", "memory_bytes", "processes", "disk_bytes")
+"""Limits that the kernel enforces for all that runs in a container."""
 _REMOVALS, _RETRY_S = 3, 0.5
 """podman refuses to remove a container that ends at that moment."""
 
@@ -65,7 +78,9 @@ class ContainerSandbox:
         self._sessions.add(session)
         try:
             await self._control([*argv, image or self._config.image, "sleep", "infinity"])
-            archive = b"" if folder is None else await asyncio.to_thread(packed, folder)
+            if folder is not None:
+                session.folder = await asyncio.to_thread(ArchivedFolder, folder)
+            archive = b"" if session.folder is None else session.folder.read()
             unpack = f"mkdir -p {WORK}" + (f" && tar -xf - -C {WORK}" if archive else "")
             await self._control([self._config.command, "exec", "--interactive", name, "sh", "-c", unpack], archive)
         except BaseException:
@@ -118,19 +133,54 @@ class ContainerSession:
     ) -> None:
         self._sandbox, self._command, self._name = sandbox, command, name
         self._language, self._limits = language, limits
+        self.folder: ArchivedFolder | None = None
+        """With which it began."""
         self._closed = False
 
     async def run(self, code: str, *, wall_s: float | None = None) -> Result:
         check_code(code)
+        limits = replace(self._limits, wall_s=wall_s or self._limits.wall_s)
+        return await self._execute(Program(code=code, language=self._language), limits)
+
+    async def run_program(self, program: Program, limits: SandboxLimits | None = None) -> Result:
+        limits = limits or self._limits
+        if any(getattr(limits, name) > getattr(self._limits, name) for name in _OF_THE_CONTAINER):
+            names = ", ".join(_OF_THE_CONTAINER)
+            raise SandboxError(f"a program in a container has no larger {names} than the session: open it with these")
+        return await self._execute(program, limits)
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        await self._with_files(put_program(files))
+
+    async def changed(self) -> dict[str, FileChange]:
+        return changes(await self._with_files(await self._comparing("changed")))
+
+    async def diff(self) -> str:
+        return await self._with_files(await self._comparing("diff"))
+
+    async def _comparing(self, what: str) -> Program:
+        if self.folder is None:
+            raise ValueError(NO_FOLDER)
         if self._closed:
             raise SessionEnded("the session has ended")
-        limits = replace(self._limits, wall_s=wall_s or self._limits.wall_s)
-        argv = [self._command, "exec", "--workdir", WORK, self._name, *_started(self._language, code)]
-        return _of_program(await run_command(Command(argv=argv), limits, self.close), self._language)
+        return comparing_program(what, await asyncio.to_thread(self.folder.read))
+
+    async def _with_files(self, program: Program) -> str:
+        return printed(await self._execute(program, files_limits(program, self._limits)))
+
+    async def _execute(self, program: Program, limits: SandboxLimits) -> Result:
+        if self._closed:
+            raise SessionEnded("the session has ended")
+        argv = [self._command, "exec", "--interactive", "--workdir", WORK, self._name]
+        argv += _started(program.language, program.code)
+        result = await run_command(Command(argv=argv, stdin=program.stdin), limits, self.close)
+        return _of_program(result, program.language)
 
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
+            if self.folder is not None:
+                self.folder.close()
             await self._sandbox.remove(self, self._name)
 
 

@@ -7,14 +7,32 @@ wrote is in the pipes before that line, so it is read after it.
 import asyncio
 import os
 import socket
-import tarfile
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Mapping
 
-from slimrl.agent.sandbox.interface import Ended, Language, Result, SessionEnded, check_code
-from slimrl.agent.sandbox.outcome import out_of_cpu_time, why
-from slimrl.agent.sandbox.zygote_client import Run, ZygoteClient
+from slimrl.agent.sandbox.interface import (
+    Ended,
+    FileChange,
+    Language,
+    Program,
+    Result,
+    SandboxError,
+    SessionEnded,
+    check_code,
+)
+from slimrl.agent.sandbox.outcome import why
+from slimrl.agent.sandbox.session_files import (
+    FILES_S,
+    NO_FOLDER,
+    changes,
+    comparing_program,
+    files_limits,
+    printed,
+    put_program,
+)
+from slimrl.agent.sandbox.session_folder import SessionFolder
+from slimrl.agent.sandbox.zygote_client import ZygoteClient
+from slimrl.agent.sandbox.zygote_run import run_program, run_result
 from slimrl.config.schema.agent import SandboxLimits
 
 MAX_STATUS_BYTES = 16
@@ -26,11 +44,13 @@ class ForkedSession:
     """A session in a fork of the warm interpreter. Used within one event loop; executions wait for each other.
 
     Args:
-        archive: descriptor of a tar file that becomes the session's folder; stays the caller's.
+        folder: with which it begins; None for none. It is closed with the session.
     """
 
-    def __init__(self, client: ZygoteClient, language: Language, limits: SandboxLimits, archive: int | None) -> None:
-        self._limits = limits
+    def __init__(
+        self, client: ZygoteClient, language: Language, limits: SandboxLimits, folder: SessionFolder | None
+    ) -> None:
+        self._client, self._limits, self._folder = client, limits, folder
         self._lock = asyncio.Lock()
         self._closed = False
         self._channel, theirs = socket.socketpair()
@@ -41,34 +61,84 @@ class ForkedSession:
                 limits,
                 stdin=nothing.fileno(),
                 channel=theirs.fileno(),
-                folder=archive,
+                folder=None if folder is None else folder.archive,
+                base="" if folder is None else folder.base,
             )
+
+    async def start(self) -> None:
+        """Wait until the session has its folder and waits for code. Raises SandboxError if it does not get there."""
+        async with self._lock:
+            result = await self._execute("", FILES_S)
+        if result.ended is not Ended.ok:
+            await self.close()
+            raise SandboxError(f"a session did not start ({result.ended.value}): {result.stderr.strip()}")
 
     async def run(self, code: str, *, wall_s: float | None = None) -> Result:
         check_code(code)
         async with self._lock:
-            if self._closed:
-                raise SessionEnded("the session has ended")
-            start = time.monotonic()
-            asking = asyncio.ensure_future(self._ask(code))
-            try:
-                in_time = await self._wait(asking, wall_s or self._limits.wall_s)
-            except BaseException:
-                await self._end()
-                raise
-            status = asking.result() if asking.done() and not asking.cancelled() else None
-            if status is None or self._run.output.full.is_set() or self._run.exited.done():
-                stdout, stderr = await self._end(wait=in_time and not self._run.output.full.is_set())
-                seconds = time.monotonic() - start
-                return run_result(self._run, self._limits, stdout, stderr, seconds, in_time=in_time)
-            stdout, stderr = self._run.output.take()
-            return Result(
-                stdout=stdout,
-                stderr=stderr,
-                exit_status=status,
-                ended=why(status, stderr),
-                seconds=time.monotonic() - start,
-            )
+            return await self._execute(code, wall_s or self._limits.wall_s)
+
+    async def run_program(self, program: Program, limits: SandboxLimits | None = None) -> Result:
+        async with self._lock:
+            return await self._run_beside(program, limits or self._limits)
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        await self._with_files(put_program(files))
+
+    async def changed(self) -> dict[str, FileChange]:
+        return changes(await self._with_files(await self._comparing("changed")))
+
+    async def diff(self) -> str:
+        return await self._with_files(await self._comparing("diff"))
+
+    async def _comparing(self, what: str) -> Program:
+        if self._folder is None:
+            raise ValueError(NO_FOLDER)
+        if self._closed:
+            raise SessionEnded("the session has ended")
+        return comparing_program(what, await asyncio.to_thread(self._folder.read))
+
+    async def _with_files(self, program: Program) -> str:
+        async with self._lock:
+            limits = files_limits(program, self._limits)
+            sees_base = self._folder is not None and bool(self._folder.base)
+            return printed(await self._run_beside(program, limits, sees_base=sees_base))
+
+    async def _run_beside(self, program: Program, limits: SandboxLimits, *, sees_base: bool = False) -> Result:
+        if self._closed or self._run.exited.done():
+            raise SessionEnded("the session has ended")
+        try:
+            return await run_program(self._client, program, limits, beside=self._run, sees_base=sees_base)
+        except SandboxError as error:
+            if self._run.exited.done():
+                raise SessionEnded("the session has ended") from error
+            raise
+
+    async def _execute(self, code: str, wall_s: float) -> Result:
+        if self._closed:
+            raise SessionEnded("the session has ended")
+        start = time.monotonic()
+        self._client.rest(self._run.number, False)
+        asking = asyncio.ensure_future(self._ask(code))
+        try:
+            in_time = await self._wait(asking, wall_s)
+        except BaseException:
+            await self._end()
+            raise
+        status = asking.result() if asking.done() and not asking.cancelled() else None
+        if status is None or self._run.output.full.is_set() or self._run.exited.done():
+            stdout, stderr = await self._end(wait=in_time and not self._run.output.full.is_set())
+            seconds = time.monotonic() - start
+            return run_result(self._run, self._limits, stdout, stderr, seconds, in_time=in_time)
+        stdout, stderr = self._run.output.take()
+        self._client.rest(self._run.number, True)
+        return Result(
+            stdout=stdout,
+            stderr=stderr,
+            exit_status=status,
+            ended=why(status, stderr),
+            seconds=time.monotonic() - start,
+        )
 
     async def close(self) -> None:
         async with self._lock:
@@ -105,29 +175,8 @@ class ForkedSession:
         if wait:
             await asyncio.wait([self._run.exited], timeout=EXIT_S)
         self._channel.close()
-        return await self._run.end()
-
-
-def run_result(run: Run, limits: SandboxLimits, stdout: str, stderr: str, seconds: float, *, in_time: bool) -> Result:
-    """The result of a run that has ended, by itself or at a limit. Raises SandboxError if it never ran."""
-    end = run.exited.result()
-    if run.output.full.is_set():
-        ended = Ended.output
-    elif end.over_memory:
-        ended = Ended.memory
-    elif not in_time or out_of_cpu_time(end.status, end.cpu_s, limits):
-        ended = Ended.timeout
-    else:
-        ended = why(end.status, stderr)
-    stopped = ended is not why(end.status, stderr) or end.status < 0
-    status = None if stopped else end.status
-    return Result(stdout=stdout, stderr=stderr, exit_status=status, ended=ended, seconds=seconds)
-
-
-def folder_archive(folder: Path) -> int:
-    """A descriptor of an unnamed tar file with what the folder holds, at its start."""
-    with tempfile.TemporaryFile() as file:
-        with tarfile.open(fileobj=file, mode="w") as archive:
-            archive.add(folder, arcname=".")
-        file.seek(0)
-        return os.dup(file.fileno())
+        try:
+            return await self._run.end()
+        finally:
+            if self._folder is not None:
+                self._folder.close()

@@ -1,5 +1,6 @@
 """What every backend offers: runs of a program, and sessions that keep their state."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -74,11 +75,61 @@ class Result:
     """Wall-clock time of the run, without the wait for its turn."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileChange:
+    """A file of a session that differs from the one that the session began with."""
+
+    before: bytes | None
+    """Its content at first, of a symbolic link the target; None if there was no such file"""
+    after: bytes | None
+    """Its content now; None if it was deleted"""
+
+
 class Session(Protocol):
     """One process that keeps its state: an interpreter's variables, or a shell's directory and variables."""
 
     async def run(self, code: str, *, wall_s: float | None = None) -> Result:
         """Run code in the session; at a limit the session ends with it. Raises SessionEnded after that."""
+
+    async def run_program(self, program: Program, limits: SandboxLimits | None = None) -> Result:
+        """Run a program of its own in the session's folder and files, such as a test suite.
+
+        It sees neither variables nor processes of the session, which goes on if the program reaches a limit.
+
+        Args:
+            limits: of this program, also above those of the session; by default the session's.
+
+        Raises:
+            SessionEnded: the session has ended.
+            SandboxError: the backend cannot give it these limits.
+        """
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        """Write files, with the folders that lead to them.
+
+        Args:
+            files: path in the session's folder -> content.
+
+        Raises:
+            ValueError: a path leads out of the folder.
+            SessionEnded: the session has ended.
+            SandboxError: they cannot be written, as with a full disk.
+        """
+
+    async def changed(self) -> dict[str, FileChange]:
+        """The files that differ from those with which the session began, by their path.
+
+        Folders `__pycache__` and `.pytest_cache` are left out.
+
+        Raises:
+            ValueError: the session began without a folder.
+            SessionEnded: the session has ended.
+            SandboxError: they are too large, or cannot be read.
+        """
+
+    async def diff(self) -> str:
+        """A unified diff of what `changed` tells, as git writes it: binary, new and deleted files are said. Raises as
+        `changed`."""
 
     async def close(self) -> None: ...
 

@@ -1,13 +1,13 @@
 """The sandbox that the rest of slimrl uses: a backend, behind admission to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 
 from slimrl.agent.sandbox.admission import Admission
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
 from slimrl.agent.sandbox.container import ContainerSandbox
-from slimrl.agent.sandbox.interface import Language, Program, Result, Sandbox, Session
+from slimrl.agent.sandbox.interface import FileChange, Language, Program, Result, Sandbox, Session
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
 from slimrl.agent.sandbox.visible import installed, package_paths
 from slimrl.agent.supplied import Supplied
@@ -96,6 +96,22 @@ class PooledSession:
     async def run(self, code: str, *, wall_s: float | None = None) -> Result:
         async with self._runs.place():
             return await self._session.run(code, wall_s=wall_s)
+
+    async def run_program(self, program: Program, limits: SandboxLimits | None = None) -> Result:
+        async with self._runs.place():
+            return await self._session.run_program(program, limits)
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        async with self._runs.place():
+            await self._session.put(files)
+
+    async def changed(self) -> dict[str, FileChange]:
+        async with self._runs.place():
+            return await self._session.changed()
+
+    async def diff(self) -> str:
+        async with self._runs.place():
+            return await self._session.diff()
 
     async def close(self) -> None:
         if self._closed:

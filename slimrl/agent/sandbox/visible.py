@@ -13,6 +13,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 PACKAGES = "/packages"
+VENV = "/python"
+"""A virtual environment of the interpreter with the packages: its programs are the first on PATH."""
 _ROOT_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = ("ld.so.cache", "alternatives")
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -76,6 +78,28 @@ def package_paths(packages: list[str]) -> list[Path]:
         tops = {file.parts[0] for file in one.files or ()}
         paths |= {Path(str(one.locate_file(top))).resolve() for top in tops if top not in ("..", "__pycache__", "/")}
     return sorted(path for path in paths if path.exists())
+
+
+def environment_files(packages: list[str]) -> dict[str, str]:
+    """Path within VENV -> content of the files that make it a virtual environment, with the packages' own commands."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    settings = f"home = {interpreter().parent}\ninclude-system-site-packages = false\n"
+    files = {"pyvenv.cfg": settings + f"version = {version.removeprefix('python')}\n"}
+    for name in packages:
+        for entry in distribution(name).entry_points.select(group="console_scripts"):
+            module, _, function = entry.value.partition("[")[0].strip().partition(":")
+            first = function.split(".")[0]
+            files[f"bin/{entry.name}"] = (
+                f"#!{VENV}/bin/python3\nimport sys\n\nfrom {module} import {first}\n\nsys.exit({function}())\n"
+            )
+    return files
+
+
+def environment_links() -> dict[str, str]:
+    """Path within VENV -> what it is a link to."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    links = {f"bin/{name}": str(interpreter()) for name in ("python", "python3", version)}
+    return links | {f"lib/{version}/site-packages": PACKAGES}
 
 
 def _hidden(shown: list[Path]) -> list[Path]:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimrl.agent.sandbox.folder_archive import packed, unpacked
-from slimrl.agent.sandbox.interface import Language, Program, Result, SandboxError, SessionEnded
+from slimrl.agent.sandbox.interface import FileChange, Language, Program, Result, SandboxError, SessionEnded
 from slimrl.agent.sandbox.pool import PooledSession, SandboxPool
+from slimrl.agent.sandbox.session_files import FILES_S
 from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 from slimrl.runtime.cluster.placement import Node
 
@@ -59,6 +60,18 @@ class SandboxActor:
 
     async def run_in(self, name: str, code: str, wall_s: float | None) -> Result:
         return await self._sessions[name].run(code, wall_s=wall_s)
+
+    async def run_program_in(self, name: str, program: Program, limits: SandboxLimits | None) -> Result:
+        return await self._sessions[name].run_program(program, limits)
+
+    async def put(self, name: str, files: Mapping[str, bytes]) -> None:
+        await self._sessions[name].put(files)
+
+    async def changed(self, name: str) -> dict[str, FileChange]:
+        return await self._sessions[name].changed()
+
+    async def diff(self, name: str) -> str:
+        return await self._sessions[name].diff()
 
     async def close_session(self, name: str) -> None:
         await self._sessions.pop(name).close()
@@ -167,10 +180,25 @@ class NodeSession:
         self._closed = False
 
     async def run(self, code: str, *, wall_s: float | None = None) -> Result:
+        return await self._call("run_in", code, wall_s, wall_s=wall_s or self._limits.wall_s)
+
+    async def run_program(self, program: Program, limits: SandboxLimits | None = None) -> Result:
+        wall_s = (limits or self._limits).wall_s
+        return await self._call("run_program_in", program, limits, wall_s=wall_s)
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        await self._call("put", files)
+
+    async def changed(self) -> dict[str, FileChange]:
+        return await self._call("changed")
+
+    async def diff(self) -> str:
+        return await self._call("diff")
+
+    async def _call(self, method: str, *arguments: Any, wall_s: float = FILES_S) -> Any:
         if self._closed:
             raise SessionEnded("the session has ended")
-        longest_s = wall_s or self._limits.wall_s
-        return await self._sandboxes.call(self._place, "run_in", self._name, code, wall_s, wall_s=longest_s)
+        return await self._sandboxes.call(self._place, method, self._name, *arguments, wall_s=wall_s)
 
     async def close(self) -> None:
         if self._closed:

@@ -1,7 +1,8 @@
 """What a fork of the warm interpreter does before it runs a program, as process 1 of a new pid namespace.
 
 1. New mount, network, IPC and UTS namespaces. A fresh tmpfs is /tmp and /dev/shm, /proc is that of the new pid
-   namespace and read-only; the rest was read-only before.
+   namespace and read-only; the rest was read-only before. A session's folder is an overlay over one that others share,
+   whose changes are in the tmpfs. A program beside a session has the session's mounts instead.
 2. Resource limits, and no huge pages, so that a page fault takes one page. If the warm interpreter is root of its user
    namespace, another user.
 3. A new user namespace, which owns none of the others, with one unprivileged user; then no capabilities, no new
@@ -15,7 +16,12 @@ import os
 import resource
 
 from slimrl.agent.sandbox.inside import seccomp
+from slimrl.agent.sandbox.inside.files import BASE
 
+EMPTY = "/empty"
+"""An empty folder."""
+WORK = "/tmp/work"
+"""Folder with the private copy of a session's folder."""
 USER = 65534
 """User and group of a program, as it sees them."""
 RUN_USERS = range(1, 1001)
@@ -40,17 +46,31 @@ class _Program(ctypes.Structure):
 _FILTER = seccomp.program()
 
 
-def confine(limits: dict[str, int], user: int) -> None:
+def confine(
+    limits: dict[str, int], user: int, *, base: str = "", beside: int | None = None, sees_base: bool = False
+) -> None:
     """Take from this process all that a program must not have. Raises OSError.
 
     Args:
         limits: the fields of Limits, with `address_space_bytes` in place of memory.
         user: one of RUN_USERS.
+        base: name of the folder in BASE over which a session works.
+        beside: descriptor of the mount namespace of a session in whose files this process works.
+        sees_base: whether it sees that session's folder as it was at first, at BASE, which programs do not.
     """
     host_proc = os.open("/proc", os.O_PATH)
     _write(host_proc, "oom_score_adj", "1000")  # the kernel ends programs before it ends the training
+    if beside is not None:
+        os.setns(beside, os.CLONE_NEWNS)
+        os.close(beside)
     os.unshare(os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS)
-    _mount_private(limits["disk_bytes"])
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
+    if beside is None:
+        _mount_private(limits["disk_bytes"], base)
+    elif sees_base:
+        _call("umount2", BASE.encode(), 0)
+    _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
+    os.chdir("/tmp")
     _limit(limits)
     _call("prctl", _PR_SET_THP_DISABLE, 1, 0, 0, 0)
     if os.getuid() == 0:
@@ -71,17 +91,51 @@ def confine(limits: dict[str, int], user: int) -> None:
     _filter_system_calls()
 
 
-def _mount_private(disk_bytes: int) -> None:
-    _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
+def overlay_works() -> bool:
+    """Whether the kernel takes overlays here, whose changes are in a tmpfs; asked in a fork."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    status = 1
+    try:
+        os.unshare(os.CLONE_NEWNS)
+        _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
+        _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, None)
+        os.makedirs("/tmp/lower/folder")
+        os.mkdir("/tmp/there")
+        _mount_overlay("/tmp/lower", "/tmp/there")
+        os.rmdir("/tmp/there/folder")
+        os.mkdir("/tmp/there/folder")  # needs attributes of the tmpfs, which came with Linux 6.6
+        status = 0
+    except OSError:
+        pass  # what the kernel refuses is the answer
+    finally:
+        os._exit(status)
+
+
+def _mount_private(disk_bytes: int, base: str) -> None:
     options = f"size={disk_bytes},nr_inodes={TMPFS_INODES},mode=1777"
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for name in ("shm", "tmp"):
         os.mkdir(f"/tmp/{name}")
         os.chmod(f"/tmp/{name}", 0o1777)
     _mount("/tmp/shm", "/dev/shm", None, _MS_BIND, None)
-    _mount("/tmp/tmp", "/tmp", None, _MS_BIND, None)
-    _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
-    os.chdir("/tmp")
+    if base:
+        os.mkdir("/tmp/tmp/work")
+        _mount_overlay(f"{BASE}/{base}", "/tmp/tmp/work")
+        _mount(f"{BASE}/{base}", BASE, None, _MS_BIND, None)
+    # The folders of other sessions are hidden, and the session's own below its changes.
+    _mount(EMPTY, BASE, None, _MS_BIND, None)
+    _mount("/tmp/tmp", "/tmp", None, _MS_BIND | _MS_REC, None)
+
+
+def _mount_overlay(lower: str, target: str) -> None:
+    """Show a folder so that everybody may change it; the changes are on the tmpfs at /tmp."""
+    for name in ("upper", "overlay"):
+        os.mkdir(f"/tmp/{name}")
+    os.chmod("/tmp/upper", 0o777)
+    options = f"lowerdir={lower},upperdir=/tmp/upper,workdir=/tmp/overlay,userxattr"
+    _mount("overlay", target, "overlay", _MS_NOSUID | _MS_NODEV, options)
 
 
 def _limit(limits: dict[str, int]) -> None:

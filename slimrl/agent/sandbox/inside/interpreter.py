@@ -18,6 +18,8 @@ import traceback
 from types import ModuleType
 from typing import Any, NoReturn
 
+from slimrl.agent.sandbox.inside.confine import WORK
+
 SHELL = "bash"
 SHELL_SESSION = """
 while IFS= read -r -d '' code <&3; do
@@ -26,8 +28,6 @@ while IFS= read -r -d '' code <&3; do
 done
 """
 """Program of a shell session, for bash: it reads code from the channel, which is descriptor 3, and runs it."""
-WORK = "/tmp/work"
-"""Folder with the private copy of a session's folder."""
 FILE_NAME = "<code>"
 COMMON = (
     "numpy.random", "numpy.linalg", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions",
@@ -49,6 +49,7 @@ def run(task_file: int, channel: int | None, folder: int | None) -> NoReturn:
     if folder is not None:
         with open(folder, "rb") as file, tarfile.open(fileobj=file) as archive:
             archive.extractall(WORK, filter="fully_trusted")
+    if os.path.isdir(WORK):
         os.chdir(WORK)
     if task["language"] == "shell":
         _run_shell(task["code"], channel)

@@ -42,10 +42,11 @@ class RunProcesses:
 
     Args:
         pid: of its first process, as seen from here.
+        beside: the session in whose files it works, whose /proc it sees until it has mounted its own.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, beside: "RunProcesses | None" = None) -> None:
+        self._pid, self._beside = pid, beside
         self._files: list[int] = []
 
     def open(self) -> bool:
@@ -56,12 +57,18 @@ class RunProcesses:
             root = f"/proc/{self._pid}/task/{thread}"
             with _while_it_lives(root):
                 self._files.append(os.open(f"{root}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-                if os.fstat(self._files[0]).st_dev != os.stat("/proc").st_dev:
+                theirs = None if self._beside is None else os.fstat(self._beside._files[0]).st_dev
+                if os.fstat(self._files[0]).st_dev not in (os.stat("/proc").st_dev, theirs):
+                    self._beside = None
                     self._files.append(os.open(f"{root}/root/tmp", os.O_PATH | os.O_CLOEXEC))
                     self._files.append(os.open(f"{root}/net/sockstat", os.O_RDONLY | os.O_CLOEXEC))
                     return True
             self.close()
         return False
+
+    def mounts(self) -> int:
+        """A descriptor of the run's mount namespace. Raises OSError if it has ended."""
+        return os.open(f"/proc/{self._pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         while self._files:
@@ -111,6 +118,14 @@ class RunProcesses:
         if self._files:
             for name in self._names():
                 self.signal(name, signal.SIGKILL)
+
+    def signal_first(self, number: int) -> None:
+        """Send a signal to the run's first process, which gets SIGSTOP, SIGCONT and SIGKILL from here alone."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+
+    def single_and_stopped(self) -> bool:
+        return [one.state for one in self.found().values()] == ["T"]
 
     def signal(self, name: str, number: int) -> None:
         with suppress(*_GONE):

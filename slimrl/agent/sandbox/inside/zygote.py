@@ -5,14 +5,17 @@
 2. The fork is process 1 of a new pid namespace. It confines itself (confine.py) and runs the program (interpreter.py).
    If it ends, the kernel ends all processes of its namespace before this process is told.
 3. The memory of runs is looked at (memory.py), and a run above its limit is killed.
-4. `kill` ends a run, which is answered at once, and again and again until it has ended; each end is reported. The end
+4. `rest` stops a session that waits for its next code, if it is a single process: then there is nothing to look at.
+5. `kill` ends a run, which is answered at once, and again and again until it has ended; each end is reported. The end
    of the control socket ends this process, and with it the sandbox.
 """
 
 import array
 import gc
 import json
+import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from slimrl.agent.sandbox.inside import interpreter
-from slimrl.agent.sandbox.inside.confine import RUN_USERS, confine
+from slimrl.agent.sandbox.inside.confine import RUN_USERS, confine, overlay_works
 from slimrl.agent.sandbox.inside.memory import PAGE_BYTES, RunMemory
 from slimrl.agent.sandbox.inside.processes import RunProcesses
 
@@ -34,6 +37,7 @@ MAX_PROBLEM = 1000
 """Most characters of a reason, so that a message holds it"""
 MAX_DESCRIPTORS = 8
 MAX_DESCRIPTOR = 1 << 20
+_STREAMS = ("stdin", "stdout", "stderr")
 
 
 @dataclass(eq=False)
@@ -45,8 +49,21 @@ class _Run:
     next_look: float
     killed: bool = False
     over_memory: bool = False
+    resting: bool = False
+
+    def rest(self, on: bool) -> None:
+        """Stop the session's process until it has code again. With processes in the background it goes on."""
+        if on and (not self.processes.open() or len(self.processes.found()) > 1):
+            return
+        if on != self.resting:
+            self.resting = on
+            self.processes.signal_first(signal.SIGSTOP if on else signal.SIGCONT)
+            self.next_look = time.monotonic()
 
     def look(self) -> None:
+        if self.resting and not self.killed and self.processes.single_and_stopped():
+            self.next_look = math.inf
+            return
         if not self.killed and self.processes.open():
             self.over_memory = self.memory.exceeds()
         if self.killed or self.over_memory:
@@ -69,13 +86,14 @@ class Zygote:
         """Running runs, by the pid of their first process."""
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._base_bytes = _address_space_bytes()
+        self._overlay = overlay_works()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
         """Handle messages and the ends of runs until the control socket ends."""
-        self._send({"ready": os.getpid()})
+        self._send({"ready": os.getpid(), "overlay": self._overlay})
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
@@ -91,7 +109,8 @@ class Zygote:
     def _until_next_look_ms(self) -> float | None:
         if not self._runs:
             return None
-        return max(0.0, 1000 * (min(run.next_look for run in self._runs.values()) - time.monotonic()))
+        next_look = min(run.next_look for run in self._runs.values())
+        return None if next_look == math.inf else max(0.0, 1000 * (next_look - time.monotonic()))
 
     def _receive(self) -> bool:
         """Handle a message. False at the end of the socket."""
@@ -103,6 +122,11 @@ class Zygote:
         for _, _, data in ancillary:
             files.frombytes(data[: len(data) - len(data) % files.itemsize])
         request = json.loads(message)
+        if "rest" in request:
+            for run in self._runs.values():
+                if run.number == request["rest"] and not run.killed:
+                    run.rest(request["on"])
+            return True
         if "kill" in request:
             for run in self._runs.values():
                 if run.number == request["kill"]:
@@ -124,18 +148,39 @@ class Zygote:
         # The kernel counts some things for each user, so runs share none as long as there are others.
         user = next((user for user in RUN_USERS if user not in users), RUN_USERS[0])
         given_bytes = sum(os.fstat(given[name]).st_size for name in ("task", "stdin"))
+        session = self._session(request["beside"])
+        if session is not None:
+            user = session.user
+            given = given | {"mounts": session.processes.mounts()}
+        try:
+            pid = self._forked()
+        finally:
+            if os.getpid() != 1 and session is not None:
+                os.close(given["mounts"])
+        if pid == 0:
+            self._become(request, given, user)
+        processes = RunProcesses(pid, None if session is None else session.processes)
+        memory = RunMemory(processes, limits["memory_bytes"], given_bytes, limits["processes"])
+        self._runs[pid] = _Run(request["id"], user, processes, memory, time.monotonic() + memory.next_look_s)
+
+    def _forked(self) -> int:
+        """The pid of a child in a new pid namespace, 0 in the child."""
         os.unshare(os.CLONE_NEWPID)  # of the children, not of this process
         try:
-            pid = os.fork()
+            return os.fork()
         finally:
             # The child is in its own namespace already; there this fails, which it need not know.
             if os.getpid() != 1:
                 os.setns(self._own_pids, os.CLONE_NEWPID)
-        if pid == 0:
-            self._become(request, given, user)
-        processes = RunProcesses(pid)
-        memory = RunMemory(processes, limits["memory_bytes"], given_bytes, limits["processes"])
-        self._runs[pid] = _Run(request["id"], user, processes, memory, time.monotonic() + memory.next_look_s)
+
+    def _session(self, number: int | None) -> _Run | None:
+        """The session beside which a run works. Raises OSError if it has ended."""
+        if number is None:
+            return None
+        for run in self._runs.values():
+            if run.number == number and run.processes.open():
+                return run
+        raise ProcessLookupError("the session has ended")
 
     def _become(self, request: dict[str, Any], given: dict[str, int], user: int) -> NoReturn:
         """The rest of the child's life."""
@@ -143,19 +188,23 @@ class Zygote:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for number, name in enumerate(("stdin", "stdout", "stderr")):
+            for number, name in enumerate(_STREAMS):
                 os.dup2(given[name], number)
             limits = request["limits"]
-            confine(limits | {"address_space_bytes": limits["memory_bytes"] + self._base_bytes}, user)
+            # Those of the other runs would count in the limit of open files.
+            _close_all_but([self._control.fileno(), *(given[name] for name in given if name not in _STREAMS)])
+            limits = limits | {"address_space_bytes": limits["memory_bytes"] + self._base_bytes}
+            confine(
+                limits,
+                user,
+                base=request["base"],
+                beside=given.get("mounts"),
+                sees_base=request["sees_base"],
+            )
         except OSError as error:
             self._send({"id": request["id"], "problem": f"cannot confine a program: {error}"})
             os._exit(status)
-        kept = sorted(given[name] for name in ("task", "channel", "folder") if name in given)
-        first = 3
-        for file in kept:
-            os.closerange(first, file)
-            first = file + 1
-        os.closerange(first, MAX_DESCRIPTOR)
+        self._control.close()
         try:
             interpreter.run(given["task"], given.get("channel"), given.get("folder"))
         except BaseException:  # noqa: BLE001 - a fork never returns to the loop
@@ -199,10 +248,21 @@ def main() -> None:
     control.set_inheritable(False)
     interpreter.warm(sys.argv[2:])
     assert len(os.listdir("/proc/self/task")) == 1, "a package has started a thread, which no fork would have"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each run takes some
     gc.collect()
     gc.freeze()
     gc.disable()
     Zygote(control).serve()
+
+
+def _close_all_but(kept: list[int]) -> None:
+    """Close the descriptors from 3 on that are not among those kept."""
+    first = 3
+    for file in sorted(kept):
+        os.closerange(first, file)
+        first = file + 1
+    os.closerange(first, MAX_DESCRIPTOR)
 
 
 def _address_space_bytes() -> int:

@@ -1,0 +1,177 @@
+"""Software repair, after SWE-bench (arXiv:2310.06770) and SWE-smith (arXiv:2504.21798): the policy is told what a user
+reports of a Python package, finds the bug in a copy of the package and repairs it; the package's tests are the verdict.
+
+1. The copy is a sandbox session over a base folder that all tasks of the package share. The bug is put into it, and
+   the test files that catch it are taken away (`tests: hidden`).
+2. Each call is a program of its own in that folder, with a deadline; one that is too late ends alone.
+3. `submit`, a turn without a call, and the last turn end the episode with the verdict (grading.py).
+
+It runs in slimrl's own process, for it needs the run's sandbox.
+"""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slimrl.agent.environment import Observation, Turn, answers, error_text
+from slimrl.agent.sandbox.interface import FileChange, Language, Program, SandboxError, SessionEnded
+from slimrl.agent.sandbox.pool import PooledSession, SandboxPool
+from slimrl.agent.sandbox.tools import answer
+from slimrl.agent.tool_call import MalformedCall, ToolCall
+from slimrl.config.schema.agent import SandboxLimits
+from slimrl.data.prompt import Prompt
+from slimrl.environments.software_repair import patches
+from slimrl.environments.software_repair.grading import Grade, grade
+from slimrl.environments.software_repair.tools import EDIT, TOOLS, problem
+
+LIMITS = SandboxLimits(cpu_s=60, memory_bytes=1024**3, disk_bytes=128 * 1024**2)
+"""Limits of the copy; `wall_s` is that of a call"""
+REGRESSION = 0.5
+"""What a repair that breaks other tests loses (`reward: partial`)"""
+TASK = (
+    "{issue}\n\nThe current folder holds the package's code{tests}. Repair the code; only changes of the package's own "
+    "Python files count. Call `submit` when you are done."
+)
+
+
+class SoftwareRepair:
+    """One task of repair.
+
+    Args:
+        folder: with the files that `slimrl.environments.software_repair.data` wrote.
+        reward: `resolved`: 1 if all tests pass that must, else 0. `partial`: the fraction of the failing tests that
+            pass now, less REGRESSION if others fail that passed.
+        tests: `hidden`: the test files that catch the bug are not in the policy's copy. `shown`: all are.
+        suite_s: deadline of the tests that give the verdict, in seconds of wall clock and of CPU time of a process.
+    """
+
+    def __init__(
+        self,
+        sandbox: SandboxPool,
+        *,
+        folder: str,
+        reward: str = "resolved",
+        tests: str = "hidden",
+        suite_s: int = 120,
+    ) -> None:
+        self._sandbox, self._folder = sandbox, Path(folder)
+        self._partial, self._hidden, self._suite_s = reward == "partial", tests == "hidden", suite_s
+        self._session: PooledSession | None = None
+
+    @classmethod
+    def check(cls, *, folder: str, reward: str = "resolved", tests: str = "hidden", suite_s: int = 120) -> None:
+        """Raises ValueError for arguments that make no environment."""
+        if not Path(folder, "bases").is_dir():
+            raise ValueError(f"folder: {folder} has no folder `bases`: make the tasks first")
+        for name, given, known in (
+            ("reward", reward, ("resolved", "partial")),
+            ("tests", tests, ("hidden", "shown")),
+        ):
+            if given not in known:
+                raise ValueError(f"{name}: {given!r} is neither {' nor '.join(known)}")
+        if suite_s <= 0:
+            raise ValueError(f"suite_s: {suite_s} is not above 0")
+
+    async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
+        self._metadata: Mapping[str, Any] = prompt.metadata
+        self._base = self._folder / prompt.metadata["base"]
+        self._session = await self._sandbox.session(Language.shell, folder=self._base, limits=LIMITS)
+        patch = prompt.metadata["patch"]
+        path = patches.path_of(patch)
+        sound = (self._base / path).read_text()
+        await self._session.put({path: patches.apply(sound, patch, reverse=True).encode()})
+        if self._hidden:
+            files = sorted({test.partition("::")[0] for test in prompt.metadata["FAIL_TO_PASS"]})
+            await self._session.run(f"rm -f -- {shlex.join(files)}")
+        issue = str(prompt.messages[-1]["content"])
+        tests = ", without the tests that show this" if self._hidden else " and its tests"
+        asked = [*prompt.messages[:-1], {"role": "user", "content": TASK.format(issue=issue, tests=tests)}]
+        return Observation(messages=asked, tools=TOOLS, state_id=await self._state())
+
+    async def step(self, turn: Turn) -> Observation:
+        results, errors, submitted = [], [], not turn.calls
+        for call in turn.calls:
+            if submitted:
+                results.append(error_text("the repair was submitted"))
+                continue
+            if isinstance(call, MalformedCall):
+                said = error_text(call.problem)
+            elif wrong := problem(call.name, call.arguments):
+                said = error_text(wrong)
+            elif call.name == "submit":
+                submitted, said = True, "submitted"
+            else:
+                said = await self._do(call)
+            results.append(said)
+            if said.startswith("error:"):
+                errors.append(call.name or "unknown")
+        if submitted or turn.is_last or turn.finish_reason == "end":
+            return await self._end(answers(turn, results), errors, submitted=submitted)
+        return Observation(messages=answers(turn, results), tool_errors=errors, state_id=await self._state())
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _do(self, call: ToolCall) -> str:
+        """What a call of `bash` or `edit` answers."""
+        assert self._session is not None
+        try:
+            if call.name == "edit":
+                program = Program(code=EDIT, stdin=json.dumps(call.arguments).encode())
+            else:
+                program = Program(code=call.arguments["command"], language=Language.shell)
+            return answer(await self._session.run_program(program))
+        except SessionEnded:
+            return error_text("the folder is lost")
+        except ValueError as error:
+            return error_text(str(error))
+
+    async def _end(self, messages: list[dict[str, Any]], errors: list[str], *, submitted: bool) -> Observation:
+        changed = await self._changed()
+        limits = replace(LIMITS, wall_s=float(self._suite_s), cpu_s=self._suite_s)
+        graded = await grade(self._sandbox, self._base, self._metadata, changed, limits)
+        return Observation(
+            messages=messages,
+            tool_errors=errors,
+            reward=self._reward(graded),
+            done=submitted,
+            truncated=not submitted,
+            state_id=_state_id(changed),
+            metrics={
+                "success": float(graded.verdict.resolved),
+                "fail_to_pass": graded.verdict.repaired,
+                "pass_to_pass": graded.verdict.kept,
+                "suite_ran": float(graded.ran),
+                "grading_s": graded.seconds,
+            },
+        )
+
+    def _reward(self, graded: Grade) -> float:
+        if not self._partial:
+            return float(graded.verdict.resolved)
+        return graded.verdict.repaired - (REGRESSION if graded.verdict.kept < 1 else 0.0)
+
+    async def _changed(self) -> dict[str, FileChange]:
+        """What the copy has that the base has not; all of the package is gone if the copy is lost or cannot be read."""
+        assert self._session is not None
+        try:
+            return await self._session.changed()
+        except (SessionEnded, SandboxError):
+            path = patches.path_of(self._metadata["patch"])
+            return {path: FileChange(before=None, after=None)}
+
+    async def _state(self) -> str:
+        return _state_id(await self._changed())
+
+
+def _state_id(changed: Mapping[str, FileChange]) -> str:
+    digest = hashlib.sha256()
+    for path, change in sorted(changed.items()):
+        after = b"" if change.after is None else change.after
+        digest.update(f"{path!r} {change.after is None} {len(after)} ".encode("utf-8", "surrogateescape") + after)
+    return digest.hexdigest()
