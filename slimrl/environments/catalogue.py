@@ -1,6 +1,7 @@
 """The environments that slimrl knows, by name."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 LOCKS = Path(__file__).parent / "locks"
@@ -23,6 +24,8 @@ class Entry:
     """Whether it runs in the virtual environment; otherwise that makes the data alone"""
     programs: tuple[str, ...] = ()
     """Programs of the system that it needs"""
+    check_options: Mapping[str, str] = field(default_factory=dict)
+    """Options with which a single task is made soon"""
 
     @property
     def lock(self) -> Path:
@@ -70,6 +73,15 @@ _ENTRIES: tuple[Entry, ...] = (
         size_mb=145,
         class_name="AlfWorld",
         programs=("cmake", "c++"),
+    ),
+    Entry(
+        name="software_repair",
+        summary="bugs in Python packages, with the packages' tests as the verdict",
+        packages="swesmith 0.0.9, swebench 5.0.2 (MIT), libcst 1.9.0 (MIT, Apache-2.0, PSF); they make the tasks",
+        size_mb=49,
+        class_name="SoftwareRepair",
+        own_process=False,
+        check_options={"packages": "inflection"},
     ),
 )
 ENVIRONMENTS = {entry.name: entry for entry in _ENTRIES}

@@ -90,7 +90,7 @@ def made(tmp_path_factory):
     run_in(
         NAME,
         "from pathlib import Path\nfrom slimrl.environments.software_repair.data import write\n"
-        f"write(Path({str(out)!r}), num=2, heldout=1, seed=0, packages=['inflection'])",
+        f"write(Path({str(out)!r}), num=2, heldout=1, seed=0, packages='inflection')",
     )
     return out
 
@@ -152,7 +152,7 @@ def test_the_same_seed_makes_the_same_tasks(made, tmp_path):
     run_in(
         NAME,
         "from pathlib import Path\nfrom slimrl.environments.software_repair.data import write\n"
-        f"write(Path({str(tmp_path)!r}), num=2, heldout=1, seed=0, packages=['inflection'])",
+        f"write(Path({str(tmp_path)!r}), num=2, heldout=1, seed=0, packages='inflection')",
     )
     for name in ("train.jsonl", "heldout.jsonl"):
         assert (tmp_path / name).read_text() == (made / name).read_text()

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from slimrl_tools.exit_codes import CheckFailed
 
-from slimrl.agent.environment import Environment, EnvironmentFailure, MakeEnvironment, Observation, Turn
+from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn
 from slimrl.agent.isolation.interpreter import call_elsewhere
 from slimrl.agent.isolation.server import EnvironmentServer
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -56,13 +56,14 @@ def check(entry: Entry, *, player: str, seed: int, options: Mapping[str, Any]) -
         raise ValueError(f"--player {player}: one of {', '.join(PLAYERS)}")
     with tempfile.TemporaryDirectory(prefix="slimrl-check-") as folder:
         begun = time.monotonic()
-        write_data(entry, Path(folder), num=1, heldout=1, seed=seed, options=options)
+        write_data(entry, Path(folder), num=1, heldout=1, seed=seed, options={**entry.check_options, **options})
         made_s = time.monotonic() - begun
         prompt = read_prompts(Path(folder) / "train.jsonl", {})[0]
         scripted = getattr(importlib.import_module(f"{entry.module}.players"), PLAYERS[player])(prompt, seed)
         begun = time.monotonic()
         try:
-            episode = asyncio.run(_played(entry, partial(play, prompt=prompt, player=scripted, seed=seed)))
+            play_it = partial(play, prompt=prompt, player=scripted, seed=seed, max_turns=MAX_TURNS, on_turn=_show)
+            episode = asyncio.run(_played(entry, Path(folder), play_it))
         except EnvironmentFailure as error:
             raise CheckFailed(str(error)) from error
     typer.echo(
@@ -73,24 +74,23 @@ def check(entry: Entry, *, player: str, seed: int, options: Mapping[str, Any]) -
         raise CheckFailed("the scripted solution did not earn the full reward, 1")
 
 
-async def _played(entry: Entry, play_with: Any) -> PlayedEpisode:
-    async def run(make: MakeEnvironment) -> PlayedEpisode:
-        return await play_with(make, max_turns=MAX_TURNS, on_turn=_show)
-
+async def _played(
+    entry: Entry, folder: Path, play_it: Callable[[MakeEnvironment], Awaitable[PlayedEpisode]]
+) -> PlayedEpisode:
+    """
+    Args:
+        folder: of the data.
+    """
     if entry.own_process:
         server = EnvironmentServer(venv_python(entry.name), entry.environment, {}, CLOSE_S)
         try:
-            return await run(server)
+            return await play_it(server)
         finally:
             await asyncio.to_thread(server.close)
-    make: Any = resolve(entry.environment, classes=True)
-    sandbox = SandboxPool(SandboxConfig())
+    sandbox = SandboxPool(SandboxConfig(packages=["pytest"]))
+    make = partial(resolve(entry.environment, classes=True), sandbox, folder=str(folder))
     try:
-
-        def made() -> Environment:
-            return make(sandbox)
-
-        return await run(made)
+        return await play_it(make)
     finally:
         await sandbox.close()
 

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _find_slimrl(folder: Path) -> None:
-    """Make the package of this folder the one that is imported."""
+    """Make the package of this folder the one that is imported, with that part of its API which needs no package."""
     spec = importlib.util.spec_from_file_location(
         "slimrl", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -48,6 +48,7 @@ def _find_slimrl(folder: Path) -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules["slimrl"] = package
     spec.loader.exec_module(package)
+    sys.modules["slimrl.api"] = importlib.import_module("slimrl.agent.isolation.light_api")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from slimrl.environments.bfcl.functions import Descriptions, first_tools
 from slimrl.environments.bfcl.generated import Task
 
 RIGHT_PROBABILITY = 0.4
-"""Of a request that is met rightly"""
+"""Probability that a request is met rightly"""
 ANSWER = "Done."
 
 

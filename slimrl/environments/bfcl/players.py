@@ -8,7 +8,7 @@ from slimrl.agent.tool_call import ToolCall
 from slimrl.data.prompt import Prompt
 
 ANSWER_PROBABILITY = 0.3
-"""Of a random player's turn without a call"""
+"""Probability of a random player's turn without a call"""
 WORDS = ("a", "file.txt", "documents", "AAPL", "on", "1", "/")
 
 

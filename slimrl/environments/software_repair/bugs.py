@@ -25,7 +25,7 @@ _BARE = (
 @dataclass(frozen=True, kw_only=True)
 class Bug:
     path: str
-    """Of the changed file, in the base folder"""
+    """Path of the changed file, in the base folder"""
     place: str
     """The function or class that was changed: path and first line in the sound file"""
     text: str

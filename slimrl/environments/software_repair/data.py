@@ -47,20 +47,21 @@ class _Place:
     seen: set[str] = field(default_factory=set)
 
 
-def write(out: Path, *, num: int, heldout: int, seed: int, packages: Sequence[str] = (), max_lines: int = 20) -> None:
+def write(out: Path, *, num: int, heldout: int, seed: int, packages: str = "", max_lines: int = 20) -> None:
     """Write train.jsonl, heldout.jsonl, and the folders that they name below `bases`.
 
     Args:
         num: number of training tasks.
         heldout: number of held-out tasks.
-        packages: names of the packages to use; all of them by default.
+        packages: names of the packages to use, with commas between them; all of them by default.
         max_lines: most lines that a bug changes.
 
     Raises:
         ValueError: there is no such package, a download fails, or there are not so many bugs.
     """
-    chosen = [package for package in PACKAGES if not packages or package.name in packages]
-    if unknown := set(packages) - {package.name for package in PACKAGES}:
+    named = {name.strip() for name in packages.split(",") if name.strip()}
+    chosen = [package for package in PACKAGES if not named or package.name in named]
+    if unknown := named - {package.name for package in PACKAGES}:
         raise ValueError(f"packages: {', '.join(sorted(unknown))}: not among {', '.join(pins())}")
     (out / "bases").mkdir(parents=True, exist_ok=True)
     places = [_place(package, out, seed) for package in chosen]
