@@ -1,7 +1,7 @@
 """What a class must have to be an environment. Needs the standard library alone, as other interpreters check it too."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -12,11 +12,19 @@ METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Arguments of each method of an environment, by place and by name."""
 
 
-def check_class(path: str, make: Callable[..., Any], given: Mapping[str, Any], *, asynchronous: bool) -> None:
+def check_class(
+    path: str,
+    make: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    supplied: Iterable[str] = (),
+    asynchronous: bool,
+) -> None:
     """
     Args:
         path: import path of the class, for messages.
-        given: its arguments, by name.
+        arguments: those of the recipe.
+        supplied: names of those that it gets besides.
         asynchronous: the methods must be `async def`; otherwise they may be plain ones.
 
     Raises:
@@ -26,9 +34,9 @@ def check_class(path: str, make: Callable[..., Any], given: Mapping[str, Any], *
         for name, (places, names) in METHODS.items():
             _check_method(path, make, name, places, names, asynchronous=asynchronous)
     try:
-        inspect.signature(make).bind(**given)
+        inspect.signature(make).bind(**dict.fromkeys(supplied), **arguments)
     except TypeError as error:
-        said = ", ".join(given) or "no arguments"
+        said = ", ".join(arguments) or "no arguments"
         raise ValueError(f"{path}: cannot be made with {said}: {error}") from error
 
 

@@ -41,11 +41,12 @@ def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> Ma
     if agent.environment_isolation not in IN_PROCESS:
         return _in_processes(agent)
     make = resolve(agent.environment, classes=True)
-    given = {**dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox), **agent.environment_args}
+    supplied = dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox)
     in_loop = agent.environment_isolation is IsolationMode.loop
-    check_class(agent.environment, make, given, asynchronous=in_loop)
+    check_class(agent.environment, make, agent.environment_args, supplied=supplied, asynchronous=in_loop)
     check_arguments(agent.environment, make, agent.environment_args)
-    return partial(make, **given) if in_loop else partial(ThreadEnvironment, partial(make, **given))
+    make_one = partial(make, **{**supplied, **agent.environment_args})
+    return make_one if in_loop else partial(ThreadEnvironment, make_one)
 
 
 def _in_processes(agent: AgentConfig) -> EnvironmentServer:
