@@ -12,6 +12,7 @@ import pytest
 from sandboxes import SMALL, needs_namespaces, processes_inside
 from test_sandboxes import CONFIG, ROOMY, container  # noqa: F401 - a fixture
 
+from slimrl.agent.sandbox.base_folders import BaseFolders, remove_left_folders
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
 from slimrl.agent.sandbox.interface import Ended, FileChange, Language, Program, SandboxError, SessionEnded
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -208,3 +209,20 @@ async def test_a_container_has_the_same_and_refuses_larger_limits_of_the_kernel(
     assert "+edited\n" in await session.diff()
     with pytest.raises(SandboxError, match="no larger cpu_s"):
         await session.run_program(Program(code=""), replace(ROOMY, cpu_s=10**6))
+
+
+def test_copies_of_a_process_that_was_killed_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    code = "import os, signal; from slimrl.agent.sandbox.base_folders import BaseFolders; kept = BaseFolders(); {}"
+    for end in ("os.kill(os.getpid(), signal.SIGKILL)", "pass"):
+        subprocess.run([sys.executable, "-c", code.format(end)], check=False, timeout=60)
+        # Not closed, but ended as processes do.
+        assert len(list(tmp_path.iterdir())) == (1 if "kill" in end else 0)
+    subprocess.run([sys.executable, "-c", code.format("os.kill(os.getpid(), signal.SIGKILL)")], check=False, timeout=60)
+    used = BaseFolders()
+    (folder,) = tmp_path.iterdir()
+    remove_left_folders()
+    assert folder.is_dir()
+    used.close()
+    assert list(tmp_path.iterdir()) == []

@@ -10,9 +10,14 @@ import os
 import shutil
 import stat
 import tempfile
+import weakref
 from collections import Counter
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from slimrl.base.folder_lock import LOCK_FILE, folder_lock
+
+PREFIX = "slimrl-folders-"
 KEPT = 64
 """Most copies that are kept though no session uses them."""
 
@@ -22,7 +27,12 @@ class BaseFolders:
 
     def __init__(self) -> None:
         # Who may read the copies may write them too: the folder around them keeps the host's other users out.
-        self._outer = Path(tempfile.mkdtemp(prefix="slimrl-folders-"))
+        remove_left_folders()
+        self._outer = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._held = ExitStack()
+        self._held.callback(shutil.rmtree, self._outer, ignore_errors=True)
+        self._held.enter_context(folder_lock(self._outer))
+        self._at_exit = weakref.finalize(self, self._held.close)
         self.root = self._outer / "folders"
         """Folder with a folder for each copy."""
         self.root.mkdir(mode=0o755)
@@ -47,7 +57,17 @@ class BaseFolders:
             shutil.rmtree(self.root / other)
 
     def close(self) -> None:
-        shutil.rmtree(self._outer, ignore_errors=True)
+        self._at_exit()
+
+
+def remove_left_folders() -> None:
+    """Remove the copies of this user's processes that were killed: nobody holds their lock."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        # One without a lock is just being made.
+        with suppress(ValueError, OSError):
+            if folder.stat().st_uid == os.geteuid() and (folder / LOCK_FILE).exists():
+                with folder_lock(folder):
+                    shutil.rmtree(folder)
 
 
 def _fingerprint(folder: Path) -> str:
