@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sandboxes import needs_namespaces
 from slimrl_tools.toy.toy import ToySize, write_toy
+from venvs import environment_python
 
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
@@ -374,3 +375,12 @@ def test_trls_half_of_a_race_of_a_pretrained_model(tmp_path: Path):
     assert (step["tokens"], step["turns"]) == (2 * 8 * 6, 2 * 8)
     assert step["sequence_tokens"] > step["tokens"]
     assert_positive(*report["rates"]["TRL"].values())
+
+
+def test_episodes_of_an_environment_are_timed_alone_and_at_once(tmp_path: Path):
+    environment_python("bfcl")
+    sizes = ("--episodes", "6", "--at-once", "3", "--tasks", "2")
+    alone, at_once = figures_of("environments", tmp_path / "environments.json", "bfcl", *sizes)["bfcl"]
+    assert (alone["at_once"], at_once["at_once"]) == (1, 3)
+    assert alone["solved_fraction"] == at_once["solved_fraction"] == 1
+    assert_positive(*alone.values(), *at_once.values())
