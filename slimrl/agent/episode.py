@@ -145,7 +145,7 @@ class EpisodeRunner:
         """Close the tools and end the environments' processes; called once, after the last episode."""
         await asyncio.to_thread(self.tools.close)
         if isinstance(self.environment, EnvironmentServer):
-            await asyncio.to_thread(self.environment.close)
+            await self.environment.aclose()
 
     async def run(
         self,

@@ -78,3 +78,11 @@ class Sharing(Counter):
 
     def start(self, prompt: Prompt, *, seed: int, scratch: dict) -> Observation:
         return Observation(messages=[*prompt.messages], metrics={"pid": self.shared.pid})
+
+
+class SlowCounter(Counter):
+    """One whose class takes long to check, as others take to import."""
+
+    @classmethod
+    def check(cls) -> None:
+        time.sleep(1.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import time
@@ -50,8 +51,15 @@ def turn(text: str, calls=()) -> Turn:
     return Turn(index=0, text=text, calls=calls)
 
 
+def serving(pid: int) -> psutil.Process:
+    """The process that forks, below the small one that watches it."""
+    (child,) = psutil.Process(pid).children()
+    return child
+
+
 def children(pid: int) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    """What the process that forks has started, in whatever generation."""
+    return [child.pid for child in serving(pid).children(recursive=True)]
 
 
 async def until(condition, seconds: float = 10.0) -> None:
@@ -122,6 +130,48 @@ async def test_the_server_is_started_anew_when_it_has_ended():
         await until(lambda: first.exit_code is not None)
         assert len(await played(process())) == 7
         assert process._process.pid != first.pid
+
+
+async def test_what_is_left_ends_when_the_process_that_forks_is_killed():
+    async with running(server()) as process:
+        environment = process()
+        await environment.start(PROMPT, seed=0, scratch={})
+        await environment.step(turn("spawn"))
+        left = children(process._process.pid)
+        assert len(left) == 2
+        serving(process._process.pid).kill()
+        await until(lambda: not any(map(psutil.pid_exists, left)) and process._process.exit_code is not None)
+        with pytest.raises(EnvironmentFailure):
+            await environment.step(turn("go on"))
+        await environment.close()
+        assert len(await played(process())) == 7
+
+
+async def test_a_trajectory_that_gives_up_waiting_for_the_start_does_not_end_it_for_the_others():
+    async with running(server("integration.isolated_environments:SlowCounter")) as process:
+        first = asyncio.ensure_future(process().start(PROMPT, seed=0, scratch={}))
+        await asyncio.sleep(0.3)
+        others = [asyncio.ensure_future(played(process())) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        first.cancel()
+        assert all(len(one) == 7 for one in await asyncio.gather(*others))
+        await process.aclose()
+
+
+async def test_a_server_without_files_left_fails_the_next_trajectory_and_no_other():
+    async with running(server()) as process:
+        kept = process()
+        await kept.start(PROMPT, seed=0, scratch={})
+        pid = serving(process._process.pid).pid
+        _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), most))
+        late = asyncio.ensure_future(process().start(PROMPT, seed=0, scratch={}))
+        await asyncio.sleep(0.5)
+        assert (await kept.step(turn("go on"))).state_id == "1"
+        assert not late.done()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+        assert (await late).state_id == "0"
+        await kept.close()
 
 
 async def test_an_environment_that_hangs_is_killed_when_its_trajectory_is_over():

@@ -86,7 +86,7 @@ async def _played(
         try:
             return await play_it(server)
         finally:
-            await asyncio.to_thread(server.close)
+            await server.aclose()
     sandbox = SandboxPool(SandboxConfig(packages=["pytest"]))
     make = partial(resolve(entry.environment, classes=True), sandbox, folder=str(folder))
     try:

@@ -1,11 +1,10 @@
 """Program that another interpreter runs: calls a function of slimrl's, which need not be installed there.
 
-Its one argument is JSON: `slimrl`, the folder of that package, `path`, further folders to import from, `call`, the
-import path of the function, and `arguments`. Of slimrl the function may import what needs the standard library alone.
+The first line of its input is JSON: `slimrl`, the folder of that package, `path`, further folders to import from,
+`light`, whether slimrl.api shall need no package, `call`, the import path of the function, and `arguments`.
 
 The output is one line of JSON: `null` when the function has returned, or calls its argument `ready`, which it gets if
-it has one; the message of a ValueError, which is what the user got wrong. All else that is printed goes to standard
-error.
+it has one; else what went wrong. All else that is printed goes to standard error.
 """
 
 import importlib
@@ -14,32 +13,48 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
+    job = json.loads(_first_line())
     answers = os.dup(1)
     os.dup2(2, 1)
 
-    def answer(refusal: str | None = None) -> None:
-        os.write(answers, json.dumps(refusal).encode() + b"\n")
+    def answer(problem: str | None = None) -> None:
+        os.write(answers, json.dumps(problem).encode() + b"\n")
 
     _find_slimrl(Path(job["slimrl"]))
     sys.path[:0] = job["path"]
     module, _, name = job["call"].partition(":")
-    function = getattr(importlib.import_module(module), name)
-    waits = "ready" in inspect.signature(function).parameters
     try:
+        if job["light"]:
+            sys.modules["slimrl.api"] = importlib.import_module("slimrl.agent.isolation.light_api")
+        function = getattr(importlib.import_module(module), name)
+        waits = "ready" in inspect.signature(function).parameters
         function(**job["arguments"], **({"ready": answer} if waits else {}))
     except ValueError as error:
         answer(str(error))
+    except Exception as error:  # noqa: BLE001 - the function runs code of others, which may raise anything
+        traceback.print_exc()
+        lacks = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        hint = f"; install it with: {sys.executable} -m pip install {lacks}" if lacks == "websockets" else ""
+        answer(f"{error!r}{hint} (in {sys.prefix})")
     else:
         answer()
 
 
+def _first_line() -> bytes:
+    """Read byte by byte: what comes after the line is not this program's."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    return line
+
+
 def _find_slimrl(folder: Path) -> None:
-    """Make the package of this folder the one that is imported, with that part of its API which needs no package."""
+    """Make the package of this folder the one that is imported."""
     spec = importlib.util.spec_from_file_location(
         "slimrl", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -48,7 +63,6 @@ def _find_slimrl(folder: Path) -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules["slimrl"] = package
     spec.loader.exec_module(package)
-    sys.modules["slimrl.api"] = importlib.import_module("slimrl.agent.isolation.light_api")
 
 
 if __name__ == "__main__":

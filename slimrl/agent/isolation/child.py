@@ -48,11 +48,13 @@ class _Session:
                 "type": "observation",
                 "data": {
                     "observation": {**observation_json(observation), "scratch": self._scratch},
-                    "reward": observation.reward,
-                    "done": observation.done,
+                    # Of numpy, too.
+                    "reward": None if observation.reward is None else float(observation.reward),
+                    "done": bool(observation.done),
                 },
             }
-            json.dumps(answer, allow_nan=False)
+            _check_json("scratch", self._scratch)
+            _check_json("the observation", answer)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the task's own code may raise anything
             traceback.print_exc()
             return {"type": "error", "data": {"message": f"{error!r}", "code": "EXECUTION_ERROR"}}
@@ -60,6 +62,7 @@ class _Session:
 
     def _observation(self, kind: str, data: dict[str, Any]) -> Observation:
         if kind == "reset":
+            self._scratch |= data.get("scratch", {})
             observation = self.instance.start(read_prompt(data["prompt"]), seed=data["seed"], scratch=self._scratch)
         elif kind == "step":
             observation = self.instance.step(read_turn(data))
@@ -67,5 +70,13 @@ class _Session:
         else:
             raise ValueError(f"no request of this protocol: {kind!r}")
         if not isinstance(observation, Observation):
-            raise TypeError(f"{kind} gave {observation!r}, not an Observation")
+            raise TypeError(f"gave {observation!r}, not an Observation")
         return observation
+
+
+def _check_json(what: str, value: Any) -> None:
+    """Raises TypeError: it holds what JSON cannot say, so that it cannot leave this process."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what} holds what JSON cannot say, and must be plain data here: {error}") from error

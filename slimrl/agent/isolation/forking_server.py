@@ -8,6 +8,7 @@ behind, in its process group or as an orphan, is killed when the child has ended
 import ctypes
 import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -15,17 +16,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slimrl.agent.isolation.child import serve
+from slimrl.agent.isolation.supervisor import SET_DEATH_SIGNAL, SET_SUBREAPER, children_of_this, kill_children
 from slimrl.agent.isolation.websocket import close_frame
 
-_SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
-"""Options of prctl(2)"""
-BACKLOG = 1024
+BACKLOG = 4096
 _POLL_S = 0.2
 """Longest time between looks at the deadlines of children that close"""
 
@@ -56,15 +55,20 @@ class ForkingServer:
         """Children whose client is there, by the file descriptor of the connection"""
         self._kept: set[int] = set()
         """Processes that were here before the first child, such as one that all instances share"""
+        self._soft_limit = 0
+        """This process's limit of open files at first"""
         self._poll = select.poll()
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> None:
         """Serve until the standard input ends."""
-        self._kept = set(_children_of_this())
-        self._libc.prctl(_SET_SUBREAPER, 1)
+        self._kept = set(children_of_this())
+        self._libc.prctl(SET_SUBREAPER, 1)
+        # First, so that its events come first: a number that a child's end frees is in no event after it.
         self._poll.register(self._listening, select.POLLIN)
         self._poll.register(sys.stdin.fileno(), select.POLLIN)
+        self._soft_limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each child takes two
         while True:
             for descriptor, _ in self._poll.poll(_POLL_S * 1000):
                 if descriptor == sys.stdin.fileno():
@@ -79,12 +83,27 @@ class ForkingServer:
             self._kill_late()
 
     def _fork(self) -> None:
-        connected, _ = self._listening.accept()
-        server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._be_child(connected, server)
-        child = _Child(pid=pid, handle=os.pidfd_open(pid), connection=connected)
+        server, pid = os.getpid(), 0
+        with ExitStack() as unless_forked:
+            try:
+                connected, _ = self._listening.accept()
+                unless_forked.callback(connected.close)
+                pid = os.fork()
+                if pid == 0:
+                    self._be_child(connected, server)
+                handle = os.pidfd_open(pid)
+            except OSError as error:
+                # The machine gives no more processes or files: this trajectory fails, the others go on.
+                print(f"no process for another environment: {error}", file=sys.stderr, flush=True)
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                time.sleep(_POLL_S)
+                return
+            unless_forked.pop_all()
+        with suppress(OSError):
+            os.setpgid(pid, pid)  # as the child does; who is first does not matter
+        child = _Child(pid=pid, handle=handle, connection=connected)
         self._by_handle[child.handle] = self._by_connection[connected.fileno()] = child
         self._poll.register(child.handle, select.POLLIN)
         self._poll.register(connected, select.POLLRDHUP)
@@ -92,9 +111,11 @@ class ForkingServer:
     def _be_child(self, connected: socket.socket, server: int) -> None:
         code = 1
         try:
-            self._libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-            self._libc.prctl(_SET_SUBREAPER, 1)
+            self._libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+            self._libc.prctl(SET_SUBREAPER, 1)
             os.setpgid(0, 0)
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._soft_limit, most))
             self._listening.close()
             for other in self._by_handle.values():
                 other.connection.close()
@@ -103,6 +124,8 @@ class ForkingServer:
             if os.getppid() == server:  # it may have ended before the death signal was set
                 serve(connected, self._make)
             code = 0
+        except ConnectionError:
+            code = 0  # the client is gone
         except BaseException:  # noqa: BLE001 - a child never returns into the loop of its parent
             traceback.print_exc()
         finally:
@@ -143,23 +166,14 @@ class ForkingServer:
         self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kill the processes that ended children left behind: the kernel makes them this one's children."""
-        known = {child.pid for child in self._by_handle.values()} | self._kept
-        while orphans := set(_children_of_this()) - known:
-            for pid in orphans:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
+        """Kill what ended children left behind: the kernel makes it this process's children."""
+        kill_children(except_for={child.pid for child in self._by_handle.values()} | self._kept)
 
     def _end_all(self) -> None:
         for child in self._by_handle.values():
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
+            os.kill(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
         self._by_handle.clear()
         self._end_orphans()
-
-
-def _children_of_this() -> list[int]:
-    return list(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))

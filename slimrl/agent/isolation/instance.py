@@ -32,10 +32,12 @@ class Instance:
     def close(self) -> None:
         """Close the environment, if it was made."""
         environment, self._environment = self._environment, None
-        if environment is not None:
-            self._result(environment.close())
-        if self._runner is not None:
-            self._runner.close()
+        try:
+            if environment is not None:
+                self._result(environment.close())
+        finally:
+            if self._runner is not None:
+                self._runner.close()
 
     def _result(self, value: Any) -> Any:
         if not inspect.iscoroutine(value):

@@ -30,6 +30,7 @@ class OtherInterpreter:
         folders, installed = [folder or os.getcwd() for folder in sys.path], (sys.prefix, sys.base_prefix)
         job = {
             "slimrl": str(Path(slimrl.__file__).parent),
+            "light": python != Path(sys.executable),
             # Where the user's own modules are; the packages of this interpreter are none of the other's.
             "path": [folder for folder in folders if not any(map(Path(folder).is_relative_to, installed))],
             "call": call,
@@ -37,13 +38,20 @@ class OtherInterpreter:
         }
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         env["PYTHONHASHSEED"] = "0"  # sets of texts have the same order in every run
+        # A process that has threads of numpy's neither forks well nor may enter a namespace.
+        env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [str(python), str(BOOTSTRAP), json.dumps(job)],
+            [str(python), str(BOOTSTRAP)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
             start_new_session=True,
         )
+        assert self._process.stdin is not None
+        # Not among the arguments of the command, which every user of the machine can read.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
@@ -61,7 +69,9 @@ class OtherInterpreter:
             ValueError: what the function raised as such, or that it ended otherwise or took too long.
         """
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        readable = poll.poll(timeout_s * 1000)
         line = self._process.stdout.readline() if readable else b""
         if not line:
             raise ValueError("it ended; see its output" if readable else f"it was not ready within {timeout_s:g} s")
@@ -72,7 +82,8 @@ class OtherInterpreter:
         """End the process by the end of its input; kill it if it does not end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         if self._process.poll() is None:

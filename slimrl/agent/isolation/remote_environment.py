@@ -36,7 +36,7 @@ class RemoteEnvironment:
             self._socket = await self._session.ws_connect(_URL, max_msg_size=0)
         except (ClientError, OSError) as error:
             raise EnvironmentFailure(f"{self._name}: its process cannot be reached: {error}") from error
-        return await self._ask("reset", {"seed": seed, "prompt": prompt_json(prompt)})
+        return await self._ask("reset", {"seed": seed, "prompt": prompt_json(prompt), "scratch": scratch})
 
     async def step(self, turn: Turn) -> Observation:
         return await self._ask("step", turn_json(turn))
@@ -56,18 +56,19 @@ class RemoteEnvironment:
     async def _ask(self, kind: str, data: dict[str, Any]) -> Observation:
         assert self._socket is not None
         self._answered = False
+        method = "start" if kind == "reset" else kind
         try:
             await self._socket.send_json({"type": kind, "data": data})
             message = await self._socket.receive()
         except (ClientError, OSError) as error:
-            raise EnvironmentFailure(f"{self._name}: {kind}: its process is gone: {error}") from error
+            raise EnvironmentFailure(f"{self._name}: {method}: its process is gone: {error}") from error
         if message.type is not WSMsgType.TEXT:
             why = message.extra or "its process has ended"
-            raise EnvironmentFailure(f"{self._name}: {kind}: {why}")
+            raise EnvironmentFailure(f"{self._name}: {method}: {why}")
         self._answered = True
         answer = message.json()
         if answer["type"] == "error":
-            raise EnvironmentFailure(f"{self._name}: {kind} raised {answer['data']['message']}")
+            raise EnvironmentFailure(f"{self._name}: {method} raised {answer['data']['message']}")
         self._scratch.clear()
         self._scratch.update(answer["data"]["observation"].pop("scratch"))
         return read_observation(answer["data"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from slimrl.agent.environment_class import check_arguments, check_class
 from slimrl.agent.isolation.forking_server import BACKLOG, ForkingServer
+from slimrl.agent.isolation.supervisor import supervised
 
 
 def check(environment: str, arguments: Mapping[str, Any]) -> None:
@@ -21,6 +22,7 @@ def serve(
 ) -> None:
     """Check as `check` does, let the class start what its instances share (its class method `share`, if it has one),
     call `ready` when clients can connect, and serve until the standard input ends."""
+    supervised()
     make = _checked(environment, arguments)
     if (share := getattr(make, "share", None)) is not None:
         share(**arguments)

@@ -34,7 +34,8 @@ class EnvironmentServer:
         self._process: OtherInterpreter | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Holds the socket; this user's alone, so that no other can connect"""
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Future[None] | None = None
+        """The start that is under way: a trajectory that gives up waiting does not end it for the others"""
 
     def __call__(self) -> RemoteEnvironment:
         return RemoteEnvironment(self.socket, self._environment)
@@ -56,14 +57,26 @@ class EnvironmentServer:
         Raises:
             EnvironmentFailure: it does not start.
         """
-        async with self._starting:
-            if self._process is None or self._process.exit_code is not None:
-                await asyncio.to_thread(self._start)
-            assert self._folder is not None
-            return _socket_in(self._folder)
+        while self._process is None or self._process.exit_code is not None:
+            if self._starting is None:
+                self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+            starting = self._starting
+            try:
+                await asyncio.shield(starting)
+            finally:
+                if starting.done() and self._starting is starting:
+                    self._starting = None
+        assert self._folder is not None
+        return _socket_in(self._folder)
+
+    async def aclose(self) -> None:
+        """End the process and its children, after a start that is under way."""
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
+        await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """End the process and its children."""
+        """End the process and its children. No start may be under way."""
         process, self._process = self._process, None
         if process is not None:
             process.end()
@@ -83,11 +96,16 @@ class EnvironmentServer:
         self._folder = tempfile.TemporaryDirectory(prefix="slimrl-environment-")
         job = self._job | {"socket_path": _socket_in(self._folder), "close_s": self._close_s}
         try:
-            self._process = OtherInterpreter(self._python, f"{_FUNCTIONS}:serve", job)
-            self._process.await_line(READY_S)
+            process = OtherInterpreter(self._python, f"{_FUNCTIONS}:serve", job)
+            try:
+                process.await_line(READY_S)
+            except ValueError:
+                process.end()
+                raise
         except (ValueError, OSError) as error:
             self.close()
             raise EnvironmentFailure(f"{self._environment}: its process does not start: {error}") from error
+        self._process = process
 
 
 def _socket_in(folder: "tempfile.TemporaryDirectory[str]") -> str:

@@ -49,7 +49,7 @@ async def preview(loaded: LoadedRecipe) -> Preview:
         finally:
             tools.close()
             if isinstance(environment, EnvironmentServer):
-                environment.close()
+                await environment.aclose()
     except RecipeError:
         raise
     except ToolsUnavailable as error:
