@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 LOCKS = Path(__file__).parent / "locks"
 
@@ -24,8 +25,8 @@ class Entry:
     """Whether it runs in the virtual environment; otherwise that makes the data alone"""
     programs: tuple[str, ...] = ()
     """Programs of the system that it needs"""
-    check_options: Mapping[str, str] = field(default_factory=dict)
-    """Options with which a single task is made soon"""
+    check_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the task that `slimrl-tools environment check` plays: made soon, and not solved by chance"""
 
     @property
     def lock(self) -> Path:
@@ -50,6 +51,7 @@ _ENTRIES: tuple[Entry, ...] = (
         packages="miniwob 1.1.0 (MIT), browsergym-miniwob 0.14.3 and playwright 1.44.0 (Apache 2.0)",
         size_mb=205,
         class_name="MiniwobEnvironment",
+        check_options={"tasks": "login-user"},
         programs=("chromium",),
     ),
     Entry(
@@ -65,6 +67,7 @@ _ENTRIES: tuple[Entry, ...] = (
         packages="textworld 1.7.0 (MIT), jericho 3.3.1 (GPL-2)",
         size_mb=110,
         class_name="TextWorld",
+        check_options={"rooms": 3, "objects": 8, "min_quest": 3, "quest": 5},
     ),
     Entry(
         name="alfworld",

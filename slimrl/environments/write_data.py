@@ -26,6 +26,13 @@ def write(module: str, out: str, num: int, heldout: int, seed: int, options: Map
     known = [name for name in inspect.signature(function).parameters if name not in _OWN]
     if unknown := set(options) - set(known):
         said = f"it has {', '.join(known)}" if known else "it has none"
-        raise ValueError(f"no option {', '.join(sorted(unknown))} of {module}; {said}")
-    Path(out).mkdir(parents=True, exist_ok=True)
+        raise ValueError(f"no option {', '.join(sorted(unknown))} of this environment; {said}")
+    for name, value in options.items():
+        kind = inspect.signature(function).parameters[name].annotation
+        if kind is int and not isinstance(value, int):
+            raise ValueError(f"{name}={value}: not a whole number")
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made: {error}") from error
     function(Path(out), num=num, heldout=heldout, seed=seed, **options)

@@ -143,10 +143,11 @@ async def test_a_killed_instance_takes_its_page_with_it_and_nothing_is_left_at_t
         first = await kept.start(prompt("click-test", 1), seed=0, scratch={})
         process = made._process
         assert process is not None
-        children = set(psutil.Process(process.pid).children())
+        (server_process,) = psutil.Process(process.pid).children()
+        children = set(server_process.children())
         browser = chromium_of(process.pid)
         await lost.start(prompt("click-test", 2), seed=0, scratch={})
-        (child,) = set(psutil.Process(process.pid).children()) - children
+        (child,) = set(server_process.children()) - children
         pages = len(chromium_of(process.pid))
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(EnvironmentFailure):
@@ -158,7 +159,7 @@ async def test_a_killed_instance_takes_its_page_with_it_and_nothing_is_left_at_t
         await kept.close()
         assert browser[0].is_running()
         # No other process of the machine can reach the port by which chromium is led.
-        networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in (browser[0].pid, process.pid)}
+        networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in (browser[0].pid, server_process.pid)}
         assert len(networks) == 1
         assert os.readlink("/proc/self/ns/net") not in networks
         used = folders() - before

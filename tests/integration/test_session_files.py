@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,3 +228,40 @@ def test_copies_of_a_process_that_was_killed_are_removed_by_the_next_one(tmp_pat
     assert folder.is_dir()
     used.close()
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_session_that_gives_up_waiting_for_the_copy_leaves_it_to_the_others(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("text")
+    copy = shutil.copytree
+
+    def slow(*args, **kwargs):
+        time.sleep(0.5)
+        return copy(*args, **kwargs)
+
+    monkeypatch.setattr("shutil.copytree", slow)
+    folders = BaseFolders()
+    try:
+        first = asyncio.ensure_future(folders.take(tmp_path / "folder"))
+        await asyncio.sleep(0.2)
+        second = asyncio.ensure_future(folders.take(tmp_path / "folder"))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        name = await second
+        assert (folders.root / name / "file").read_text() == "text"
+        assert await folders.take(tmp_path / "folder") == name
+    finally:
+        folders.close()
+
+
+async def test_a_folder_that_cannot_be_copied_is_tried_again(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    folders = BaseFolders()
+    try:
+        with monkeypatch.context() as broken:
+            broken.setattr("shutil.copytree", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("full")))
+            with pytest.raises(OSError, match="full"):
+                await folders.take(tmp_path / "folder")
+        assert await folders.take(tmp_path / "folder")
+    finally:
+        folders.close()

@@ -127,6 +127,7 @@ reports.TestReport.from_item_and_call = classmethod(passed)
 """
 
 
+NOTHING_BUT = "import pytest\n\n\ndef total(values):\n    pytest.{0}()\n\n\ndef mean(values):\n    pytest.{0}()\n"
 CHEATS = {
     "tests": ("tests/test_total.py", "def test_total():\n    pass\n\n\ndef test_of_nothing():\n    pass\n"),
     "conftest": ("conftest.py", HOOK),
@@ -137,6 +138,8 @@ CHEATS = {
     "exit in the tests": ("tests/__init__.py", f"import sys\nsys.__stdout__.write('''{FORGED}''')\nsys.exit(0)\n"),
     "exit": ("tally/__init__.py", "import sys\nsys.exit(0)\n"),
     "forged log": ("tally/__init__.py", f"import os\nos.write(1, b'''{FORGED}''')\nos._exit(1)\n"),
+    "expected to fail": ("tally/__init__.py", NOTHING_BUT.format("xfail")),
+    "skipped": ("tally/__init__.py", NOTHING_BUT.format("skip")),
     "reports patched": ("tally/__init__.py", BROKEN + PATCHED_IN_PACKAGE),
 }
 
@@ -235,3 +238,12 @@ def test_wrong_arguments_are_refused(folder, arguments, says):
     with pytest.raises(ValueError, match=says):
         SoftwareRepair.check(**({"folder": str(folder)} | arguments))
     json.dumps(METADATA)
+
+
+async def test_two_episodes_that_hold_all_sessions_are_graded_one_after_the_other(folder):
+    few = SandboxPool(SandboxConfig(packages=["pytest"], max_sessions=2, wait_s=30.0))
+    try:
+        repaired = await asyncio.gather(*(played(few, folder, bash(REPAIR), SUBMIT) for _ in range(2)))
+        assert [one.reward for one in repaired] == [1.0, 1.0]
+    finally:
+        await few.close()

@@ -95,7 +95,7 @@ def made(tmp_path_factory):
     return out
 
 
-def test_a_log_is_read_and_graded_as_swe_bench_does():
+def test_a_log_is_read_as_swe_bench_does_and_graded_as_strictly_or_more():
     tests = [f"tests/a.py::test_{name}" for name in TESTS_OF_LOG] + [
         "tests/c.py::test_skipped",
         "tests/d.py::test_known",
@@ -116,7 +116,12 @@ print(json.dumps([found, graded]))
     theirs, graded = json.loads(run_in(NAME, code))
     ours = statuses(LOG)
     assert ours == theirs
-    assert [[(one := verdict(ours, [test], [test])).repaired, one.kept] for test in tests] == graded
+    mine = [[(one := verdict(ours, [test], [test])).repaired, one.kept] for test in tests]
+    # What a line of the package makes of any test is no evidence here.
+    stricter = {"tests/c.py::test_skipped": [0.0, 1.0], "tests/d.py::test_known": [1.0, 1.0]}
+    for test, given, theirs_says in zip(tests, mine, graded, strict=True):
+        assert theirs_says == stricter.get(test, given), test
+        assert test not in stricter or given == [0.0, 0.0], test
     assert {1.0, 0.0} == {number for pair in graded for number in pair}
 
 

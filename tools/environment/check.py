@@ -33,7 +33,10 @@ SHOWN_CHARACTERS = 1500
 
 
 def write_data(entry: Entry, out: Path, *, num: int, heldout: int, seed: int, options: Mapping[str, Any]) -> None:
-    """Write the prompt files of an environment; raises ValueError as `slimrl.environments.write_data` does."""
+    """Write the prompt files of an environment into a new folder; raises ValueError as
+    `slimrl.environments.write_data` does."""
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty. Remove it, or choose another folder.")
     arguments = {
         "module": f"{entry.module}.data",
         "out": str(out.absolute()),

@@ -36,24 +36,32 @@ class BaseFolders:
         self.root = self._outer / "folders"
         """Folder with a folder for each copy."""
         self.root.mkdir(mode=0o755)
-        self._lock = asyncio.Lock()
+        self._copies: dict[str, asyncio.Future[None]] = {}
+        """Copies that are there or are made: a session that gives up waiting does not end one for the others"""
         self._users: Counter[str] = Counter()
         """Copy -> number of sessions that use it, in the order of their first use."""
 
     async def take(self, folder: Path) -> str:
         """The name of a copy of what the folder holds now, which stays until it is given back. Raises OSError."""
         name = await asyncio.to_thread(_fingerprint, folder)
-        async with self._lock:
-            if name not in self._users:
-                await asyncio.to_thread(_copy, folder, self.root / name)
-            self._users[name] += 1
+        if name not in self._copies:
+            self._copies[name] = asyncio.ensure_future(asyncio.to_thread(_copy, folder, self.root / name))
+        copy = self._copies[name]
+        self._users[name] += 1
+        try:
+            await asyncio.shield(copy)
+        except BaseException as error:
+            self._users[name] -= 1
+            if isinstance(error, OSError) and self._copies.get(name) is copy:
+                del self._copies[name]
+            raise
         return name
 
     def give_back(self, name: str) -> None:
         self._users[name] -= 1
-        unused = [name for name, users in self._users.items() if not users]
+        unused = [name for name, users in self._users.items() if not users and self._copies[name].done()]
         for other in unused[: max(0, len(unused) - KEPT)]:
-            del self._users[other]
+            del self._users[other], self._copies[other]
             shutil.rmtree(self.root / other)
 
     def close(self) -> None:

@@ -172,9 +172,11 @@ class ForkedSession:
     async def _end(self, *, wait: bool = False) -> tuple[str, str]:
         """What the session still had written. `wait`: it is about to exit itself, so that its status becomes known."""
         self._closed = True
-        if wait:
-            await asyncio.wait([self._run.exited], timeout=EXIT_S)
-        self._channel.close()
+        try:
+            if wait:
+                await asyncio.wait([self._run.exited], timeout=EXIT_S)
+        finally:
+            self._channel.close()
         try:
             return await self._run.end()
         finally:

@@ -15,6 +15,8 @@ FILES_S = 60.0
 """Deadline of a program that reads or writes a session's files."""
 FILES_BYTES = 512 * 1024**2
 """Memory of such a program, besides what the session itself may hold and what the program is given."""
+PRINTED_BYTES = 32 * 1024**2
+"""Most that such a program prints: changes that are larger are an error."""
 NO_FOLDER = "the session began without a folder, so there is nothing to compare its files with"
 _SOURCE = Path(__file__).with_name("inside") / "files.py"
 
@@ -40,7 +42,7 @@ def files_limits(program: Program, limits: SandboxLimits) -> SandboxLimits:
         wall_s=FILES_S,
         cpu_s=int(FILES_S),
         memory_bytes=limits.memory_bytes + FILES_BYTES + 2 * len(program.stdin),
-        output_bytes=FILES_BYTES,
+        output_bytes=PRINTED_BYTES,
     )
 
 

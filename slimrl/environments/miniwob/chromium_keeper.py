@@ -23,6 +23,8 @@ from pathlib import Path
 PROGRAM = "chromium"
 READY_S = 60.0
 END_S = 5.0
+RETRY_S = 2.0
+"""Pause before chromium is started anew that did not start"""
 _LOOK_S = 0.02
 """Time between looks at a file or a process that something is awaited of"""
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
@@ -61,10 +63,15 @@ def main() -> None:
                     said = True
                 if not _ends_first(process):
                     return
+            except OSError as error:
+                if not said:
+                    print(" ".join(str(error).split()), flush=True)
+                    return
+                print(f"chromium could not be started anew: {error}", file=sys.stderr, flush=True)
+                if select.select([sys.stdin], [], [], RETRY_S)[0]:
+                    return
             finally:
                 _end(process)
-    except OSError as error:
-        print(" ".join(str(error).split()), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

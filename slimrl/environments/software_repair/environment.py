@@ -133,6 +133,9 @@ class SoftwareRepair:
 
     async def _end(self, messages: list[dict[str, Any]], errors: list[str], *, submitted: bool) -> Observation:
         changed = await self._changed()
+        assert self._session is not None
+        # Its place may be the one that the verdict's own session waits for.
+        await self._session.close()
         limits = replace(LIMITS, wall_s=float(self._suite_s), cpu_s=self._suite_s)
         graded = await grade(self._sandbox, self._base, self._metadata, changed, limits)
         return Observation(

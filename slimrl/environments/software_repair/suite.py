@@ -1,7 +1,6 @@
 """How a package's tests are run, and what their log says: the lines of pytest's `-rA` summary.
 
-The reading of a log and the verdict are those of SWE-bench (arXiv:2310.06770), version 5.0.2 of its package: a test
-that must pass again has to pass, and one that passed before may be skipped, too.
+A log is read as SWE-bench (arXiv:2310.06770) reads it, by version 5.0.2 of its package.
 """
 
 import shlex
@@ -10,7 +9,9 @@ from dataclasses import dataclass
 
 FLAGS = "-q --tb=no --show-capture=no -rA -p no:cacheprovider -c pytest.ini"
 STATUSES = ("FAILED", "PASSED", "SKIPPED", "ERROR", "XFAIL")
-_PASSING = ("PASSED", "XFAIL")
+_PASSING = ("PASSED",)
+"""What counts of a test that passed in the sound package. SWE-bench takes XFAIL too, and SKIPPED for tests that must
+still pass; but code that calls `pytest.xfail()` or `pytest.skip()` makes either of any test."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def statuses(log: str) -> dict[str, str]:
 
 def verdict(found: dict[str, str], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]) -> Verdict:
     repaired = [_status(test, found) in _PASSING for test in fail_to_pass]
-    kept = [_status(test, found) in (*_PASSING, "SKIPPED") for test in pass_to_pass]
+    kept = [_status(test, found) in _PASSING for test in pass_to_pass]
     return Verdict(repaired=_fraction(repaired), kept=_fraction(kept))
 
 

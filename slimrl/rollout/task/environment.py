@@ -51,10 +51,20 @@ def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> Ma
 
 def _in_processes(agent: AgentConfig) -> EnvironmentServer:
     in_venv = agent.environment_isolation is IsolationMode.venv
-    python = venv_python(agent.environment_venv) if in_venv else Path(sys.executable)
+    python = _venv_python(agent.environment_venv) if in_venv else Path(sys.executable)
     server = EnvironmentServer(python, agent.environment, agent.environment_args, agent.close_timeout_s)
     server.check()
     return server
+
+
+def _venv_python(name: str) -> Path:
+    """Raises ValueError: the setting is empty, or names no virtual environment that is here."""
+    if not name:
+        raise ValueError("agent.environment_venv is not set; agent.environment_isolation venv needs it")
+    try:
+        return venv_python(name)
+    except ValueError as error:
+        raise ValueError(f"agent.environment_venv: {error}") from error
 
 
 def load_subagents(agent: AgentConfig, sandbox: SandboxPool) -> dict[str, ToolBox]:
