@@ -13,7 +13,7 @@ from typing import Any
 import slimrl
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
-END_S = 10.0
+END_S = 20.0
 """Seconds that a process may take to end when its input has ended"""
 
 

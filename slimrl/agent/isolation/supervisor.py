@@ -7,6 +7,7 @@ import ctypes
 import os
 import select
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,9 @@ SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
 """Options of prctl(2)"""
 END_S = 8.0
 """Seconds that the process may take to end when the input has ended"""
+GRACE_S = 6.0
+"""Seconds that what it leaves behind may take to end"""
+_LOOK_S = 0.02
 
 
 def supervised() -> None:
@@ -36,9 +40,19 @@ def supervised() -> None:
         if not poll.poll(END_S * 1000):
             os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    _await_children(GRACE_S)
     kill_children(except_for=set())
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
+
+
+def _await_children(seconds: float) -> None:
+    """Let processes that end by themselves do so, such as one that removes a browser's files."""
+    deadline = time.monotonic() + seconds
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(_LOOK_S)
 
 
 def children_of_this() -> list[int]:
