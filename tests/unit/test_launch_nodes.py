@@ -166,12 +166,13 @@ def test_a_command_that_does_not_end_when_it_is_told_is_killed(controlled, setti
     assert waits == [settings.get("end_timeout_s", 20.0), 10.0]
 
 
-def test_a_command_that_even_a_kill_does_not_end_is_named_and_left(controlled, capsys):
+def test_a_command_that_even_a_kill_does_not_end_is_named_and_left(controlled, capsys, monkeypatch):
+    monkeypatch.setattr(control, "END_S", 0.1)
     stuck = Process(controlled.events, "stuck", ())
     stuck.pid = 2
     controlled.child.ends_by, controlled.child.below = (), [stuck]
     controlled.word.write_text("end\n")
-    assert controlled.run() == 0
+    assert controlled.run(end_timeout_s=0.1) == 0
     assert "kill stuck" in controlled.events
     said = sorted(capsys.readouterr().err.splitlines())
     assert said == [f"pid {pid} was killed and does not end: it waits within the kernel" for pid in (1, 2)]
