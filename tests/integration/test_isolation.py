@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 import venv
@@ -299,3 +300,33 @@ async def test_a_trajectory_whose_environment_dies_fails_with_its_cause_and_the_
     assert kept.metadata["environment"]["rewards"] == [0.5, 0.5]
     assert len(set(kept.metadata["environment"]["states"])) == 2
     assert kept.scratch["count"] == int(kept.metadata["environment"]["states"][0]) + 2
+
+
+def test_nothing_is_left_of_a_driver_that_is_killed(tmp_path):
+    code = f"""
+import asyncio, os, signal, sys
+from pathlib import Path
+from slimrl.agent.environment import Turn
+from slimrl.agent.isolation.server import EnvironmentServer
+from slimrl.data.prompt import Prompt
+
+async def main():
+    made = EnvironmentServer(Path(sys.executable), {COUNTER!r}, {{}}, 1.0)
+    one = made()
+    prompt = Prompt(prompt_id="p", messages=[{{"role": "user", "content": "x"}}], label=None)
+    await one.start(prompt, seed=0, scratch={{}})
+    await one.step(Turn(index=0, text="spawn"))
+    print(made._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, timeout=60, check=False)
+    supervisor = int(done.stdout)
+    deadline = time.monotonic() + 15
+    while psutil.pid_exists(supervisor) and psutil.Process(supervisor).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+    assert not [one for one in psutil.process_iter(["environ"]) if str(tmp_path) in str(one.info["environ"])]

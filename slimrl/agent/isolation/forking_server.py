@@ -119,6 +119,7 @@ class ForkingServer:
             self._listening.close()
             for other in self._by_handle.values():
                 other.connection.close()
+                os.close(other.handle)
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             if os.getppid() == server:  # it may have ended before the death signal was set

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from slimrl.agent.environment_class import check_arguments, check_class
@@ -22,7 +23,7 @@ def serve(
 ) -> None:
     """Check as `check` does, let the class start what its instances share (its class method `share`, if it has one),
     call `ready` when clients can connect, and serve until the standard input ends."""
-    supervised()
+    supervised(Path(socket_path))
     make = _checked(environment, arguments)
     if (share := getattr(make, "share", None)) is not None:
         share(**arguments)

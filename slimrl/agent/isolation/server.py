@@ -93,7 +93,7 @@ class EnvironmentServer:
             code = self._process.exit_code
             log.warning("%s: its process ended with code %s; it is started anew", self._environment, code)
         self.close()
-        self._folder = tempfile.TemporaryDirectory(prefix="slimrl-environment-")
+        self._folder = tempfile.TemporaryDirectory(prefix="slimrl-environment-", ignore_cleanup_errors=True)
         job = self._job | {"socket_path": _socket_in(self._folder), "close_s": self._close_s}
         try:
             process = OtherInterpreter(self._python, f"{_FUNCTIONS}:serve", job)

@@ -20,8 +20,12 @@ GRACE_S = 6.0
 _LOOK_S = 0.02
 
 
-def supervised() -> None:
-    """Fork: the child goes on, this process waits for its end and for that of the standard input, and ends."""
+def supervised(socket: Path) -> None:
+    """Fork: the child goes on, this process waits for its end and for that of the standard input, and ends.
+
+    Args:
+        socket: file that is removed at the end, with its folder, which the process that is killed cannot do.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(SET_SUBREAPER, 1)
     supervisor, child = os.getpid(), os.fork()
@@ -42,6 +46,9 @@ def supervised() -> None:
     _, status = os.waitpid(child, 0)
     _await_children(GRACE_S)
     kill_children(except_for=set())
+    with suppress(OSError):
+        socket.unlink(missing_ok=True)
+        socket.parent.rmdir()
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
