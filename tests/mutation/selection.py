@@ -14,7 +14,13 @@ from faults import SOURCES, Fault
 _RUN = ["test_run_quickstart.py", "test_run_async.py"]
 INTEGRATION = {
     "megatron_patches": ["test_trainer.py", "test_layouts.py"],
-    "slimrl.agent": ["test_sandboxes.py", "test_rollout.py", "test_run_quickstart.py"],
+    "slimrl.agent": [
+        "test_sandboxes.py",
+        "test_session_files.py",
+        "test_isolation.py",
+        "test_rollout.py",
+        "test_run_quickstart.py",
+    ],
     "slimrl.algorithms": ["test_update_scale.py", "test_trainer.py", "test_run_quickstart.py"],
     "slimrl.api": ["test_run_quickstart.py"],
     "slimrl.base": ["test_trainer.py", "test_rollout.py", "test_run_quickstart.py"],
@@ -23,6 +29,7 @@ INTEGRATION = {
     "slimrl.config": ["test_plan.py", "test_run_quickstart.py"],
     "slimrl.data": ["test_trainer.py", "test_rollout.py", "test_run_quickstart.py"],
     "slimrl.device": ["test_trainer.py"],
+    "slimrl.environments": ["test_isolation.py", "test_miniwob_pages.py", "test_software_repair.py"],
     "slimrl.estimates": ["test_plan.py", "test_plan_ranks.py", "test_simulate.py"],
     "slimrl.evaluation": ["test_run_evaluation.py", "test_run_quickstart.py"],
     "slimrl.launch": ["test_launch.py"],
