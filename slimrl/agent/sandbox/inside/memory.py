@@ -29,6 +29,8 @@ MAX_MAPPINGS = 16_384
 """Most memory mappings of a process: each is a kernel object, and forks copy them."""
 MAX_LOCKS = 4096
 """Most locks on files, which the kernel does not limit."""
+STOP_S = 0.002
+"""Seconds that processes get to stop in, before they are measured again"""
 MAPPING_BYTES = 256
 PROCESS_BYTES = 256 * 1024
 """Memory of a process besides its pages: kernel stack, page tables and the like."""
@@ -127,6 +129,18 @@ class RunMemory:
                     stopped[name] = None
                 found = self._processes.found()  # with those that they have forked meanwhile
             self._processes.yield_to_others(found)
+        bound = self._measured(found)
+        if bound > self._limit_bytes and stopped:
+            # One that had not stopped yet may have left the memory that it had in common with another (vfork, exec)
+            # between what was read of it and the question whether they share it.
+            time.sleep(STOP_S)
+            bound = self._measured(self._processes.found())
+        for name in stopped:
+            self._processes.signal(name, signal.SIGCONT)
+        return bound
+
+    def _measured(self, found: dict[Key, Process]) -> int:
+        """Bytes that these processes hold now."""
         self._faults = {key: one.faults for key, one in found.items()}
         shown = {key: self._processes.read(f"{one.path}/smaps_rollup") for key, one in found.items()}
         self._private_bytes = sum(
@@ -134,10 +148,7 @@ class RunMemory:
             + _sum_bytes(self._processes.read(f"{found[key].path}/status"), ("VmPTE:",))
             for key in self._processes.without_sharers({key: text.partition(" ")[0] for key, text in shown.items()})
         )
-        bound = self._held_bytes(found) + self._private_bytes
-        for name in stopped:
-            self._processes.signal(name, signal.SIGCONT)
-        return bound
+        return self._held_bytes(found) + self._private_bytes
 
 
 def _socket_bytes() -> int:
