@@ -41,37 +41,39 @@ class Task:
 
 
 TASKS = {
-    name: Task(
-        recipe=f"tiny_moe/gspo_{name}.yaml", data=(f"{name}-data",), heldout_option="--num-heldout", sft_updates=updates
-    )
-    for name, updates in {"python": 600, "search": 1600}.items()
-}
+    "python": Task(
+        recipe="tiny_moe/gspo_python.yaml", data=("python-data",), heldout_option="--num-heldout", sft_updates=600
+    ),
+    "search": Task(
+        recipe="tiny_moe/gspo_search.yaml", data=("search-data",), heldout_option="--num-heldout", sft_updates=1600
+    ),
+    "bfcl": Task(
+        recipe="tiny_moe/gspo_bfcl.yaml",
+        data=(
+            "environment", "data", "bfcl", "--num", "600", "--set", "tasks=generated", "--set", "turns=2",
+            "--set", "demonstrations=6000",
+        ),
+        sft_updates=600,
+    ),
+    "miniwob": Task(
+        recipe="tiny_moe/gspo_miniwob.yaml",
+        data=(
+            "environment", "data", "miniwob", "--num", "2000", "--set", "tasks=click-button,click-test-2",
+            "--set", "instructions=Act.", "--set", "demonstrations=8000",
+        ),
+        sft_updates=400,
+    ),
+    "textworld": Task(
+        recipe="tiny_moe/gspo_textworld.yaml",
+        data=(
+            "environment", "data", "textworld", "--num", "256", "--set", "theme=basic",
+            "--set", "demonstrations=6000", "--set", "processes=2",
+        ),
+        words="words.txt",
+        sft_updates=800,
+    ),
+}  # fmt: skip
 """Task by name; those of environments that others made need `slimrl-tools environment install`"""
-TASKS["bfcl"] = Task(
-    recipe="tiny_moe/gspo_bfcl.yaml",
-    data=(
-        "environment", "data", "bfcl", "--num", "600", "--set", "tasks=generated", "--set", "turns=2",
-        "--set", "demonstrations=6000",
-    ),
-    sft_updates=600,
-)  # fmt: skip
-TASKS["miniwob"] = Task(
-    recipe="tiny_moe/gspo_miniwob.yaml",
-    data=(
-        "environment", "data", "miniwob", "--num", "2000", "--set", "tasks=click-button,click-test-2",
-        "--set", "instructions=Act.", "--set", "demonstrations=8000",
-    ),
-    sft_updates=400,
-)  # fmt: skip
-TASKS["textworld"] = Task(
-    recipe="tiny_moe/gspo_textworld.yaml",
-    data=(
-        "environment", "data", "textworld", "--num", "256", "--set", "theme=basic",
-        "--set", "demonstrations=6000", "--set", "processes=2",
-    ),
-    words="words.txt",
-    sft_updates=800,
-)  # fmt: skip
 HELDOUT = "eval/heldout/reward_mean"
 COMMAND_TIMEOUT_S = 7200.0
 

@@ -103,6 +103,8 @@ def main() -> None:
     figures: dict[str, list[dict[str, float]]] = {}
     for name in args.names:
         entry = entry_of(name)
+        if not entry.own_process:
+            parser.error(f"{name} runs in slimrl's own process, which this benchmark does not measure")
         with tempfile.TemporaryDirectory() as folder:
             write_data(entry, Path(folder), num=args.tasks, heldout=1, seed=0, options={})
             prompts = read_prompts(Path(folder) / "train.jsonl")

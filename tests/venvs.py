@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {bootstrap!r})
 import bootstrap
+sys.path.pop(0)
 bootstrap._find_slimrl(Path({slimrl!r}))
 """
 

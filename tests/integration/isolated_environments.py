@@ -86,3 +86,9 @@ class SlowCounter(Counter):
     @classmethod
     def check(cls) -> None:
         time.sleep(1.0)
+
+
+def find_neighbours() -> None:
+    """Raises ValueError: a module of the program that runs this can be imported as if it were a package."""
+    if found := [folder for folder in sys.path if folder.endswith("isolation")]:
+        raise ValueError(f"{found} can be imported from")

@@ -17,6 +17,7 @@ from scripted_episode import END, runner_of
 from scripted_episode import played as played_by_script
 
 from slimrl.agent.environment import EnvironmentFailure, Turn
+from slimrl.agent.isolation.interpreter import call_elsewhere
 from slimrl.agent.isolation.server import EnvironmentServer
 from slimrl.agent.isolation.thread_environment import ThreadEnvironment
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -307,6 +308,7 @@ def test_nothing_is_left_of_a_driver_that_is_killed(tmp_path):
 import asyncio, os, signal, sys
 from pathlib import Path
 from slimrl.agent.environment import Turn
+from slimrl.agent.isolation.interpreter import call_elsewhere
 from slimrl.agent.isolation.server import EnvironmentServer
 from slimrl.data.prompt import Prompt
 
@@ -330,3 +332,7 @@ asyncio.run(main())
         time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
     assert not [one for one in psutil.process_iter(["environ"]) if str(tmp_path) in str(one.info["environ"])]
+
+
+def test_no_module_of_the_program_takes_the_place_of_a_package():
+    call_elsewhere(Path(sys.executable), "integration.isolated_environments:find_neighbours", {}, 60.0)

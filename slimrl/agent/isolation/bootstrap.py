@@ -26,7 +26,8 @@ def main() -> None:
         os.write(answers, json.dumps(problem).encode() + b"\n")
 
     _find_slimrl(Path(job["slimrl"]))
-    sys.path[:0] = job["path"]
+    # In place of this file's folder, whose modules have names that packages have too.
+    sys.path[:1] = job["path"]
     module, _, name = job["call"].partition(":")
     try:
         if job["light"]:

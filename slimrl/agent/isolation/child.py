@@ -12,8 +12,9 @@ from typing import Any
 
 from slimrl.agent.environment import Observation
 from slimrl.agent.isolation.instance import Instance
-from slimrl.agent.isolation.messages import observation_json, read_prompt, read_turn
+from slimrl.agent.isolation.messages import observation_json, read_turn
 from slimrl.agent.isolation.websocket import Connection
+from slimrl.data.prompt import Prompt
 
 
 def serve(connected: socket.socket, make: Callable[[], Any]) -> None:
@@ -63,7 +64,7 @@ class _Session:
     def _observation(self, kind: str, data: dict[str, Any]) -> Observation:
         if kind == "reset":
             self._scratch |= data.get("scratch", {})
-            observation = self.instance.start(read_prompt(data["prompt"]), seed=data["seed"], scratch=self._scratch)
+            observation = self.instance.start(Prompt(**data["prompt"]), seed=data["seed"], scratch=self._scratch)
         elif kind == "step":
             observation = self.instance.step(read_turn(data))
             self._num_steps += 1

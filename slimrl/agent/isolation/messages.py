@@ -1,16 +1,10 @@
-"""Turns, prompts and observations as JSON, for environments in other processes. Needs the standard library alone."""
+"""Turns and observations as JSON, for environments in other processes. Needs the standard library alone."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from slimrl.agent.environment import Observation, Turn
 from slimrl.agent.tool_call import MalformedCall, ToolCall
-from slimrl.data.prompt import Prompt
-
-
-def turn_json(turn: Turn) -> dict[str, Any]:
-    return asdict(turn)
 
 
 def read_turn(data: Mapping[str, Any]) -> Turn:
@@ -29,11 +23,3 @@ def read_observation(data: Mapping[str, Any]) -> Observation:
         data: of the server's answer: `observation`, `reward` and `done`.
     """
     return Observation(**data["observation"], reward=data["reward"], done=data["done"])
-
-
-def prompt_json(prompt: Prompt) -> dict[str, Any]:
-    return asdict(prompt)
-
-
-def read_prompt(data: Mapping[str, Any]) -> Prompt:
-    return Prompt(**data)

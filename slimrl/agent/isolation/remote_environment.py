@@ -1,12 +1,13 @@
 """An environment in a process of its own, through OpenEnv's protocol over a Unix socket."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientWebSocketResponse, UnixConnector, WSMsgType
 
 from slimrl.agent.environment import EnvironmentFailure, Observation, Turn
-from slimrl.agent.isolation.messages import prompt_json, read_observation, turn_json
+from slimrl.agent.isolation.messages import read_observation
 from slimrl.data.prompt import Prompt
 
 _URL = "http://environment/ws"
@@ -36,10 +37,10 @@ class RemoteEnvironment:
             self._socket = await self._session.ws_connect(_URL, max_msg_size=0)
         except (ClientError, OSError) as error:
             raise EnvironmentFailure(f"{self._name}: its process cannot be reached: {error}") from error
-        return await self._ask("reset", {"seed": seed, "prompt": prompt_json(prompt), "scratch": scratch})
+        return await self._ask("reset", {"seed": seed, "prompt": asdict(prompt), "scratch": scratch})
 
     async def step(self, turn: Turn) -> Observation:
-        return await self._ask("step", turn_json(turn))
+        return await self._ask("step", asdict(turn))
 
     async def close(self) -> None:
         if self._session is None:

@@ -8,14 +8,12 @@ import asyncio
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from slimrl.agent.sandbox.interface import (
     Ended,
-    FileChange,
     Language,
     Program,
     Result,
@@ -24,8 +22,8 @@ from slimrl.agent.sandbox.interface import (
     check_code,
 )
 from slimrl.agent.sandbox.process import Command, run_command
-from slimrl.agent.sandbox.session_files import NO_FOLDER, changes, comparing_program, files_limits, printed, put_program
-from slimrl.agent.sandbox.session_folder import ArchivedFolder
+from slimrl.agent.sandbox.session_files import SessionFiles, files_limits, printed
+from slimrl.agent.sandbox.session_folder import ArchivedFolder, SessionFolder
 from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
 
 COMMAND_S = 120.0
@@ -78,9 +76,10 @@ class ContainerSandbox:
         self._sessions.add(session)
         try:
             await self._control([*argv, image or self._config.image, "sleep", "infinity"])
+            archive = b""
             if folder is not None:
-                session.folder = await asyncio.to_thread(ArchivedFolder, folder)
-            archive = b"" if session.folder is None else session.folder.read()
+                session.folder = begun = await asyncio.to_thread(ArchivedFolder, folder)
+                archive = begun.read()
             unpack = f"mkdir -p {WORK}" + (f" && tar -xf - -C {WORK}" if archive else "")
             await self._control([self._config.command, "exec", "--interactive", name, "sh", "-c", unpack], archive)
         except BaseException:
@@ -127,13 +126,13 @@ class ContainerSandbox:
             raise SandboxError(f"{' '.join(argv[:2])}: {error}") from error
 
 
-class ContainerSession:
+class ContainerSession(SessionFiles):
     def __init__(
         self, sandbox: ContainerSandbox, command: str, name: str, language: Language, limits: SandboxLimits
     ) -> None:
         self._sandbox, self._command, self._name = sandbox, command, name
         self._language, self._limits = language, limits
-        self.folder: ArchivedFolder | None = None
+        self.folder: SessionFolder | None = None
         """With which it began."""
         self._closed = False
 
@@ -148,22 +147,6 @@ class ContainerSession:
             names = ", ".join(_OF_THE_CONTAINER)
             raise SandboxError(f"a program in a container has no larger {names} than the session: open it with these")
         return await self._execute(program, limits)
-
-    async def put(self, files: Mapping[str, bytes]) -> None:
-        await self._with_files(put_program(files))
-
-    async def changed(self) -> dict[str, FileChange]:
-        return changes(await self._with_files(await self._comparing("changed")))
-
-    async def diff(self) -> str:
-        return await self._with_files(await self._comparing("diff"))
-
-    async def _comparing(self, what: str) -> Program:
-        if self.folder is None:
-            raise ValueError(NO_FOLDER)
-        if self._closed:
-            raise SessionEnded("the session has ended")
-        return comparing_program(what, await asyncio.to_thread(self.folder.read))
 
     async def _with_files(self, program: Program) -> str:
         return printed(await self._execute(program, files_limits(program, self._limits)))

@@ -8,11 +8,9 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Mapping
 
 from slimrl.agent.sandbox.interface import (
     Ended,
-    FileChange,
     Language,
     Program,
     Result,
@@ -23,12 +21,9 @@ from slimrl.agent.sandbox.interface import (
 from slimrl.agent.sandbox.outcome import why
 from slimrl.agent.sandbox.session_files import (
     FILES_S,
-    NO_FOLDER,
-    changes,
-    comparing_program,
+    SessionFiles,
     files_limits,
     printed,
-    put_program,
 )
 from slimrl.agent.sandbox.session_folder import SessionFolder
 from slimrl.agent.sandbox.zygote_client import ZygoteClient
@@ -40,7 +35,7 @@ EXIT_S = 1.0
 """How long a process whose channel has ended may take to exit by itself."""
 
 
-class ForkedSession:
+class ForkedSession(SessionFiles):
     """A session in a fork of the warm interpreter. Used within one event loop; executions wait for each other.
 
     Args:
@@ -50,7 +45,7 @@ class ForkedSession:
     def __init__(
         self, client: ZygoteClient, language: Language, limits: SandboxLimits, folder: SessionFolder | None
     ) -> None:
-        self._client, self._limits, self._folder = client, limits, folder
+        self._client, self._limits, self.folder = client, limits, folder
         self._lock = asyncio.Lock()
         self._closed = False
         self._channel, theirs = socket.socketpair()
@@ -82,26 +77,10 @@ class ForkedSession:
         async with self._lock:
             return await self._run_beside(program, limits or self._limits)
 
-    async def put(self, files: Mapping[str, bytes]) -> None:
-        await self._with_files(put_program(files))
-
-    async def changed(self) -> dict[str, FileChange]:
-        return changes(await self._with_files(await self._comparing("changed")))
-
-    async def diff(self) -> str:
-        return await self._with_files(await self._comparing("diff"))
-
-    async def _comparing(self, what: str) -> Program:
-        if self._folder is None:
-            raise ValueError(NO_FOLDER)
-        if self._closed:
-            raise SessionEnded("the session has ended")
-        return comparing_program(what, await asyncio.to_thread(self._folder.read))
-
     async def _with_files(self, program: Program) -> str:
         async with self._lock:
             limits = files_limits(program, self._limits)
-            sees_base = self._folder is not None and bool(self._folder.base)
+            sees_base = self.folder is not None and bool(self.folder.base)
             return printed(await self._run_beside(program, limits, sees_base=sees_base))
 
     async def _run_beside(self, program: Program, limits: SandboxLimits, *, sees_base: bool = False) -> Result:
@@ -180,5 +159,5 @@ class ForkedSession:
         try:
             return await self._run.end()
         finally:
-            if self._folder is not None:
-                self._folder.close()
+            if self.folder is not None:
+                self.folder.close()

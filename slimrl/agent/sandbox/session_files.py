@@ -1,5 +1,6 @@
 """Programs of `inside/files.py`, and what they print, for all backends whose sessions have files."""
 
+import asyncio
 import base64
 import io
 import json
@@ -8,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from slimrl.agent.sandbox.interface import Ended, FileChange, Program, Result, SandboxError
+from slimrl.agent.sandbox.interface import Ended, FileChange, Program, Result, SandboxError, SessionEnded
+from slimrl.agent.sandbox.session_folder import SessionFolder
 from slimrl.config.schema.agent import SandboxLimits
 
 FILES_S = 60.0
@@ -17,8 +19,35 @@ FILES_BYTES = 512 * 1024**2
 """Memory of such a program, besides what the session itself may hold and what the program is given."""
 PRINTED_BYTES = 32 * 1024**2
 """Most that such a program prints: changes that are larger are an error."""
-NO_FOLDER = "the session began without a folder, so there is nothing to compare its files with"
 _SOURCE = Path(__file__).with_name("inside") / "files.py"
+
+
+class SessionFiles:
+    """`put`, `changed` and `diff` of a session, by programs that run in it."""
+
+    folder: SessionFolder | None
+    """What the session began with"""
+    _closed: bool
+
+    async def _with_files(self, program: Program) -> str:
+        """What such a program prints. Raises SandboxError if it fails, SessionEnded if the session has ended."""
+        raise NotImplementedError
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        await self._with_files(put_program(files))
+
+    async def changed(self) -> dict[str, FileChange]:
+        return changes(await self._with_files(await self._comparing("changed")))
+
+    async def diff(self) -> str:
+        return await self._with_files(await self._comparing("diff"))
+
+    async def _comparing(self, what: str) -> Program:
+        if self.folder is None:
+            raise ValueError("the session began without a folder, so there is nothing to compare its files with")
+        if self._closed:
+            raise SessionEnded("the session has ended")
+        return comparing_program(what, await asyncio.to_thread(self.folder.read))
 
 
 def put_program(files: Mapping[str, bytes]) -> Program:
