@@ -83,6 +83,7 @@ def task_of(recipe: Recipe) -> Task:
         episode_loop=run_turns,
         agent=None,
         summary_rule=None,
+        players={},
         subagents={},
         rewards=rewards,
         group_filters=[],

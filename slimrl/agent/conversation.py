@@ -36,6 +36,7 @@ class Conversation:
         session_id: of the engine's requests.
         seed: the seeds of the requests are derived from it; None lets the engine choose.
         summary_rule: writes the summaries of compaction; None for the policy.
+        role: of the segments, in an episode of several roles.
 
     Raises:
         ValueError: the chat template refuses the messages, or leaves a part of them out.
@@ -53,7 +54,9 @@ class Conversation:
         session_id: str,
         seed: int | None,
         summary_rule: SummaryRule | None = None,
+        role: str = "",
     ) -> None:
+        self._role = role
         self._engine, self._dialogue, self._rollout, self._agent = engine, dialogue, rollout, agent
         self._sampling = sampling
         self._requests = TurnRequests(rollout=rollout, sampling=sampling, session_id=session_id, seed=seed)
@@ -80,11 +83,34 @@ class Conversation:
         self.engine_counts = Counter[str]()
         """Sums of `GenerateResult.counts` over the conversation's requests"""
         self.num_subagents = self._subagent_turns = self._subagent_tokens = 0
+        self._tokens_of_others = 0
+        """Tokens of the conversations of other roles"""
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns so far, in an episode of several roles those of all."""
+        return self.transcript.num_turns
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self._finished)) + len(self.transcript.tokens)
 
     @property
     def segments(self) -> list[Segment]:
         """The segments of the conversation, with all tokens so far."""
-        return [*self._finished, self.transcript.segment()]
+        found = [*self._finished, self.transcript.segment()]
+        for segment in found:
+            segment.role = self._role
+        return found
+
+    def follow(self, num_turns: int, num_tokens: int) -> None:
+        """Before a turn after those of other roles.
+
+        Args:
+            num_turns: of all roles so far, which number the next one.
+            num_tokens: of the other roles' conversations.
+        """
+        self.transcript.num_turns, self._tokens_of_others = num_turns, num_tokens
 
     async def sample_turn(self) -> Turn | Status:
         """The policy's next turn, or how the trajectory ends because there is none.
@@ -273,7 +299,7 @@ class Conversation:
 
     @property
     def _max_tokens(self) -> int:
-        return self._rollout.max_trajectory_tokens - self._subagent_tokens
+        return self._rollout.max_trajectory_tokens - self._subagent_tokens - self._tokens_of_others
 
     def count_calls(self, turn: Turn) -> None:
         """Count the calls of a turn, answered or not."""

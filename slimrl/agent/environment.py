@@ -42,9 +42,15 @@ class Observation:
     """Messages for the policy: of roles `tool` (`answers` makes them) and `user`, after the start also `system`. Not
     needed if the episode is over."""
     tools: Sequence[dict[str, Any]] | None = None
-    """JSON schemas of the tools that the policy is shown; read at the start alone. None for no tools."""
+    """JSON schemas of the tools that the policy is shown; read at the start of a conversation alone. None for no
+    tools."""
+    role: str = ""
+    """In an environment of several roles the one that the messages are for, and whose turn is next; `messages` and
+    `tools` begin its conversation where it has none"""
     reward: float | None = None
     """Reward of the turn that is answered"""
+    role_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What roles are paid now, whoever's turn it was"""
     done: bool = False
     """Whether the episode is completed."""
     truncated: bool = False

@@ -41,6 +41,8 @@ class EnvironmentReport:
     states: list[str] = field(default_factory=list)
     """State id before each turn; empty if one of them is unknown"""
     metrics: dict[str, float] = field(default_factory=dict)
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    """What each role was paid in all"""
 
     def to_json(self) -> dict[str, Any]:
         """The fields that are not empty."""
@@ -187,8 +189,12 @@ class EnvironmentHost:
         return self.report
 
     def _keep(self, observation: Observation) -> None:
-        if not isinstance(observation.metrics, Mapping):
-            raise EnvironmentFailure(f"{self._name}: metrics are {observation.metrics!r}, not a dict")
+        for field_name in ("metrics", "role_rewards"):
+            if not isinstance(value := getattr(observation, field_name), Mapping):
+                raise EnvironmentFailure(f"{self._name}: {field_name} are {value!r}, not a dict")
+        paid = self.report.role_rewards
+        for role, value in observation.role_rewards.items():
+            paid[str(role)] = paid.get(str(role), 0.0) + self._number(value, f"role_rewards[{role!r}]")
         if observation.image is not None:
             self.images[len(self._states) - 1] = observation.image
         for name, value in observation.metrics.items():
@@ -214,6 +220,8 @@ class EnvironmentHost:
 
     def _check(self, name: str, observation: Observation) -> None:
         """Raises EnvironmentFailure if a field is of another type, which would end the run where it is read."""
+        if not isinstance(observation.role, str):
+            raise EnvironmentFailure(f"{self._name}: {name}: role must be a text, not {observation.role!r}")
         image = observation.image
         if image is not None and not (isinstance(image, bytes) and image.startswith(PNG)):
             raise EnvironmentFailure(f"{self._name}: {name}: image must be the bytes of a PNG")

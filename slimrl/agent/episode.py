@@ -19,12 +19,15 @@ from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn, error_text
 from slimrl.agent.environment_host import EnvironmentHost
 from slimrl.agent.isolation.server import EnvironmentServer
-from slimrl.agent.subagents import DelegateAnswer, Delegation, answer_of
+from slimrl.agent.roles.conversations import AnyConversation, Conversations
+from slimrl.agent.roles.player import Player, player_of
+from slimrl.agent.roles.player_conversation import PlayerConversation
+from slimrl.agent.subagents import DelegateAnswer, Delegation, add_tool_counts, answer_of
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolAnswer, ToolBox, ToolCrash
 from slimrl.base.seeds import derive_seed
 from slimrl.base.spans import SPANS
-from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.agent import POLICY, AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine, EngineError
 from slimrl.data.prompt import Prompt
@@ -43,35 +46,43 @@ class Episode:
         self,
         runner: "EpisodeRunner",
         prompt: Prompt,
-        conversation: Conversation,
+        conversations: Conversations,
         host: EnvironmentHost,
         run_subagent: RunSubagent,
     ) -> None:
-        self.prompt, self.conversation, self._host, self._run_subagent = prompt, conversation, host, run_subagent
+        self.prompt, self.conversations, self._host, self._run_subagent = prompt, conversations, host, run_subagent
         self.engine, self.rollout, self.agent = runner.engine, runner.rollout, runner.agent
         self._subagent_lock = nullcontext() if runner.parallel_subagents else asyncio.Lock()
         self._of_subagents: dict[int, Trajectory] = {}
         """Trajectories of the sub-agents that the last turn called, by the call's number"""
         host.offer(self._delegate)
 
+    @property
+    def conversation(self) -> AnyConversation:
+        """That of the role whose turn is next."""
+        return self.conversations.current
+
     async def sample_turn(self) -> Turn | Status:
-        """The policy's next turn, or how the trajectory ends because there is none. Raises EngineError."""
-        return await self.conversation.sample_turn()
+        """The next turn, or how the trajectory ends because there is none. Raises EngineError or EnvironmentFailure."""
+        return await self.conversations.sample_turn()
 
     async def step(self, turn: Turn) -> Observation:
         """What the environment makes of a turn. Raises EnvironmentFailure or ToolCrash."""
-        self.conversation.count_calls(turn)
+        conversation = self.conversation
+        conversation.count_calls(turn)
         try:
             with SPANS("environment"):
                 observation = await self._host.step(turn)
         finally:
             # In the order of the calls, whichever ended first.
             for number in sorted(self._of_subagents):
-                self.conversation.adopt(self._of_subagents.pop(number))
-        self.conversation.count_errors(observation.tool_errors)
+                assert isinstance(conversation, Conversation)
+                conversation.adopt(self._of_subagents.pop(number))
+        conversation.count_errors(observation.tool_errors)
         return observation
 
     async def _delegate(self, delegation: Delegation) -> DelegateAnswer:
+        assert isinstance(self.conversation, Conversation)
         turns, tokens = (left // delegation.num_parallel for left in self.conversation.left())
         if min(turns, tokens) < 1:
             return DelegateAnswer(answer=ToolAnswer(text=NOTHING_LEFT, is_error=True), num_calls=0)
@@ -83,7 +94,7 @@ class Episode:
         return DelegateAnswer(answer=answer_of(trajectory), num_calls=trajectory.metadata["num_tool_calls"])
 
     def append_observation(self, turn: Turn, observation: Observation) -> bool:
-        """Append to the policy's context what its turn led to.
+        """Append to a context what a turn led to: to the policy's own, or to that of the role which is next.
 
         Returns:
             Whether there is room for another turn.
@@ -93,7 +104,7 @@ class Episode:
         """
         try:
             with SPANS("render"):
-                return self.conversation.append_observation(turn, observation.messages)
+                return self.conversations.append_observation(observation)
         except (ValueError, LookupError) as error:
             raise EnvironmentFailure(f"what the environment told the policy cannot be written: {error}") from error
 
@@ -136,13 +147,21 @@ class EpisodeRunner:
     batches are deterministic takes one request at a time of a trajectory."""
     tools: ToolBox = field(default_factory=lambda: ToolBox([]))
     """The tools of the environment, if the environment consists of tools"""
+    players: Mapping[str, Player] = field(default_factory=dict)
+    """Who plays roles in place of the policy, by name"""
 
     async def start(self) -> None:
-        """Open what the tools need; called once, before the first episode; raises ToolsUnavailable."""
+        """Open what the tools and the players need; called once, before the first episode; raises ToolsUnavailable."""
         await asyncio.to_thread(self.tools.open)
+        for player in self.players.values():
+            if hasattr(player, "start"):
+                await player.start()
 
     async def stop(self) -> None:
-        """Close the tools and end the environments' processes; called once, after the last episode."""
+        """Close the tools and the players, and end the environments' processes; called once, after the last episode."""
+        for player in self.players.values():
+            if hasattr(player, "close"):
+                await player.close()
         await asyncio.to_thread(self.tools.close)
         if isinstance(self.environment, EnvironmentServer):
             await self.environment.aclose()
@@ -172,9 +191,11 @@ class EpisodeRunner:
         )
 
         async def run_subagent(delegation: Delegation, turns: int, tokens: int) -> Trajectory:
-            assert conversation is not None
-            task = {"role": "user", "content": conversation.escaped(delegation.task)}
-            path = ("subagent", conversation.transcript.num_turns - 1, delegation.number)
+            assert conversations is not None
+            caller = conversations.current
+            assert isinstance(caller, Conversation)
+            task = {"role": "user", "content": caller.escaped(delegation.task)}
+            path = ("subagent", caller.num_turns - 1, delegation.number)
             return await self._of_subagent(delegation, turns, tokens).run(
                 replace(prompt, messages=[task]),
                 trajectory_id=trajectory_id,
@@ -183,13 +204,14 @@ class EpisodeRunner:
                 scratch=trajectory.scratch,
             )
 
-        host, conversation = EnvironmentHost(self.environment, self.agent), None
+        host, conversations = EnvironmentHost(self.environment, self.agent), None
+        begin = partial(self._conversation, prompt, trajectory_id=trajectory_id, sampling=sampling, seed=seed)
         try:
             with SPANS("start"):
                 first = await host.start(prompt, seed=derive_seed(seed or 0, "environment"), scratch=trajectory.scratch)
-                conversation = self._conversation(first, trajectory_id, sampling, seed)
+                conversations = Conversations(begin, first)
             async with asyncio.timeout(self.rollout.trajectory_timeout_s):
-                trajectory.status = await self._run_loop(Episode(self, prompt, conversation, host, run_subagent))
+                trajectory.status = await self._run_loop(Episode(self, prompt, conversations, host, run_subagent))
             if trajectory.status is Status.aborted:
                 trajectory.metadata["error"] = "aborted by the engine"
         except TimeoutError:
@@ -203,8 +225,23 @@ class EpisodeRunner:
             trajectory.metadata["error"] = str(error)
         finally:
             await host.close()
-        _complete(trajectory, conversation, host)
+        _complete(trajectory, conversations, host)
+        if conversations is not None and (roles := self._roles(prompt, conversations)):
+            trajectory.metadata["roles"] = roles
         return trajectory
+
+    def _roles(self, prompt: Prompt, conversations: Conversations) -> dict[str, Any]:
+        """What is known of each role; empty in an episode without roles."""
+        found = {}
+        for role, conversation in conversations.by_role.items():
+            if role:
+                name, settings = player_of(role, prompt, self.agent), self.agent.roles.get(role)
+                found[role] = {
+                    "player": name or POLICY,
+                    "train": not name and (settings is None or settings.train),
+                    "num_prompt_messages": conversation.num_prompt_messages,
+                }
+        return found
 
     def _of_subagent(self, delegation: Delegation, turns: int, tokens: int) -> "EpisodeRunner":
         """Runs a sub-agent within so many turns and tokens."""
@@ -222,8 +259,25 @@ class EpisodeRunner:
         )
 
     def _conversation(
-        self, first: Observation, trajectory_id: str, sampling: SamplingConfig, seed: int | None
-    ) -> Conversation:
+        self,
+        prompt: Prompt,
+        first: Observation,
+        *,
+        trajectory_id: str,
+        sampling: SamplingConfig,
+        seed: int | None,
+    ) -> AnyConversation:
+        if name := player_of(first.role, prompt, self.agent):
+            if name not in self.players:
+                raise EnvironmentFailure(f"{prompt.prompt_id}: `players` names {name}, which agent.players has not")
+            return PlayerConversation(
+                first.messages,
+                first.tools or (),
+                name=name,
+                player=self.players[name],
+                max_turns=self.rollout.max_turns,
+                seed=seed or 0,
+            )
         try:
             return Conversation(
                 first.messages,
@@ -235,6 +289,7 @@ class EpisodeRunner:
                 session_id=trajectory_id,
                 seed=seed,
                 summary_rule=self.summary_rule,
+                role=first.role,
             )
         except (ValueError, TypeError) as error:
             raise EnvironmentFailure(f"the environment's start does not fit the chat template: {error}") from error
@@ -257,29 +312,36 @@ class EpisodeRunner:
         return status
 
 
-def _complete(trajectory: Trajectory, conversation: Conversation | None, host: EnvironmentHost) -> None:
+def _complete(trajectory: Trajectory, conversations: Conversations | None, host: EnvironmentHost) -> None:
     """Add the tokens, the messages and the figures of an episode that has ended."""
     counts, num_turns = _no_counts(), 0
-    if conversation is not None:
-        trajectory.segments, trajectory.messages = conversation.segments, conversation.messages
-        num_turns = conversation.transcript.num_turns
-        counts = {
-            "num_turns": num_turns,
-            "num_tool_calls": conversation.num_calls,
-            "num_tool_errors": sum(counts["errors"] for counts in conversation.tool_calls.values()),
-            "num_malformed_calls": sum(counts["malformed"] for counts in conversation.tool_calls.values()),
-            "tool_calls": conversation.tool_calls,
-            "num_cached_tokens": conversation.num_cached_tokens,
-            "num_retries": conversation.num_retries,
-            "num_prompt_messages": conversation.num_prompt_messages,
-        }
-        if conversation.num_subagents:
-            counts["num_subagents"] = conversation.num_subagents
-        if conversation.num_compactions:
-            counts["num_compactions"] = conversation.num_compactions
-        counts |= {key: count for key, count in conversation.engine_counts.items() if count}
+    if conversations is not None:
+        trajectory.segments, trajectory.messages = conversations.segments, conversations.messages
+        num_turns = conversations.num_turns
+        first, *_ = conversations.by_role.values()
+        counts |= {"num_turns": num_turns, "num_prompt_messages": first.num_prompt_messages}
+        for conversation in conversations.of_policy:
+            _add_counts(counts, conversation)
     trajectory.measured, trajectory.images = host.measured, host.images
     trajectory.metadata = {**counts, **trajectory.metadata, "environment": host.finished_report(num_turns).to_json()}
+
+
+def _add_counts(counts: dict[str, Any], conversation: Conversation) -> None:
+    more = {
+        "num_tool_calls": conversation.num_calls,
+        "num_tool_errors": sum(counts["errors"] for counts in conversation.tool_calls.values()),
+        "num_malformed_calls": sum(counts["malformed"] for counts in conversation.tool_calls.values()),
+        "num_cached_tokens": conversation.num_cached_tokens,
+        "num_retries": conversation.num_retries,
+    }
+    optional = {
+        "num_subagents": conversation.num_subagents,
+        "num_compactions": conversation.num_compactions,
+        **conversation.engine_counts,
+    }
+    for key, count in (more | {key: count for key, count in optional.items() if count}).items():
+        counts[key] = counts.get(key, 0) + count
+    add_tool_counts(counts["tool_calls"], conversation.tool_calls)
 
 
 def failed_trajectory(prompt: Prompt, trajectory_id: str, cause: str) -> Trajectory:

@@ -1,7 +1,7 @@
 """Selects the trajectories that the updates of a rollout consist of, with their advantages.
 
 1. Failed trajectories, groups of one whose advantage compares, and groups that a filter of the task rejects are left
-   out.
+   out. Those of several roles become one of each role, in a group of the role (slimrl/data/roles.py).
 2. Every other trajectory gets its advantage within its group, and as configured advantages of its turns.
 3. Then trajectories without sampled tokens are left out, and as configured those that were not completed and those
    that are neither among the best nor the worst of their group.
@@ -30,6 +30,7 @@ from slimrl.config.algorithms import COMPARING
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig
 from slimrl.config.schema.credit import CreditName, SelectionConfig, SelectionMode
 from slimrl.config.schema.data import TruncationMode
+from slimrl.data.roles import by_role
 from slimrl.data.trajectory import Status, Trajectory
 
 ROUNDING = 1e-9
@@ -109,7 +110,7 @@ def select(
     members = groups_of([t.group_id for t in scored])
     smallest = 2 if needs_others(algorithm) else 1
     usable = {g for g, own in members.items() if len(own) >= smallest and keeps([scored[i] for i in own])}
-    scored = [t for t in scored if t.group_id in usable]
+    scored = by_role([t for t in scored if t.group_id in usable])
     for trajectory in scored:
         check_credit(trajectory, algorithm)
     ids, weights = [t.group_id for t in scored], stage_weights(algorithm.credit, step)
@@ -135,7 +136,7 @@ def select(
         zero_variance=np.array(
             [_compares(algorithm) and scored[i].group_id in zero_variance for i in chosen], np.bool_
         ),
-        num_groups=len(usable),
+        num_groups=len(set(ids)),
         num_zero_variance=len(zero_variance),
         turn_advantages=None if by_turn is None else [by_turn[i].astype(np.float32) for i in chosen],
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from slimrl.config.package_fields import tool_call_parsers
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.schema.agent import AgentConfig, HistoryMode, IsolationMode, SandboxBackend
+from slimrl.config.schema.agent import POLICY, AgentConfig, HistoryMode, IsolationMode, SandboxBackend
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.types import MODULE_FUNCTION
 
@@ -63,6 +63,7 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
         )
     if agent.uses_gateway:
         yield from gateway_violations(agent)
+    yield from _role_violations(agent)
     yield from mcp_violations(agent)
     yield from sandbox_violations(recipe)
     yield from _compaction_violations(recipe)
@@ -78,6 +79,18 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
                 f"{subagent.max_turns}: its turns count in rollout.max_turns {recipe.rollout.max_turns}, with two of "
                 "its caller's. Use less, or more there.",
             )
+
+
+def _role_violations(agent: AgentConfig) -> Iterator[Violation]:
+    for section in ("roles", "players"):
+        if getattr(agent, section) and not agent.environment:
+            yield f"agent.{section}", "there is no agent.environment that could have roles."
+    if POLICY in agent.players:
+        yield f"agent.players.{POLICY}", "is the model that is trained, and needs no entry."
+    for name, role in agent.roles.items():
+        if role.player not in (POLICY, *agent.players):
+            meant = suggestion(role.player, [POLICY, *agent.players])
+            yield f"agent.roles.{name}.player", f"{role.player!r} is neither {POLICY} nor one of agent.players.{meant}"
 
 
 def agent_file_violations(recipe: Recipe) -> Iterator[Violation]:

@@ -69,6 +69,8 @@ class Segment:
     """int16 [T, layers, topk]; -1 where the engine reports none"""
     teacher_logprobs: np.ndarray | None = None
     """float32 [T], the teacher's natural-log probability; 0 where the policy did not sample. None without a teacher"""
+    role: str = ""
+    """Whose conversation it is, in an episode of several roles (slimrl/agent/roles); empty in others"""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -106,6 +108,8 @@ class Trajectory:
     """Reward of the trajectory; NaN until it is scored."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Values of the reward's named parts, if it has any."""
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    """Reward of each role that is trained, in an episode of several; else empty"""
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each turn, which `reward` does not include; empty if the task gives none."""
     turn_states: list[str] = field(default_factory=list)
@@ -119,7 +123,7 @@ class Trajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `tool_calls`, `num_cached_tokens`,
     `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, those of ENGINE_COUNTS, `environment`,
-    `gateway`, `error`, `reward_timed_out` and the task's own keys."""
+    `gateway`, `roles`, `error`, `reward_timed_out` and the task's own keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """Values that the environment left for the reward; not part of the file format."""
     measured: dict[str, float] = field(default_factory=dict)
@@ -151,7 +155,7 @@ class Trajectory:
                 raise ValueError(f"{name} has {given} entries, and the trajectory {self.num_turns} turns")
 
 
-_ARRAYS = tuple(one.name for one in fields(Segment))
+_ARRAYS = tuple(one.name for one in fields(Segment) if one.name != "role")
 _OPTIONAL = ("routed_experts", "teacher_logprobs")
 """Arrays of a segment that may be null."""
 
@@ -161,6 +165,7 @@ _NOT_IN_FILES = ("scratch", "measured", "images")
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
     segments = [
         {name: None if (value := getattr(segment, name)) is None else value.tolist() for name in _ARRAYS}
+        | ({"role": segment.role} if segment.role else {})
         for segment in trajectory.segments
     ]
     values = {name: value for name, value in vars(trajectory).items() if name not in _NOT_IN_FILES}
@@ -188,9 +193,12 @@ def from_json(value: dict[str, Any]) -> Trajectory:
 
 def _segment(value: dict[str, Any], where: str) -> Segment:
     try:
-        # Files of runs without a teacher may lack its log-probs.
-        _check_keys(value, {name: name != "teacher_logprobs" for name in _ARRAYS})
-        return Segment(**{name: _array(name, value.get(name)) for name in _ARRAYS})
+        # Files of runs without a teacher may lack its log-probs, those of episodes with one role its name.
+        _check_keys(value, {name: name != "teacher_logprobs" for name in _ARRAYS} | {"role": False})
+        role = value.get("role", "")
+        if not isinstance(role, str):
+            raise ValueError("`role` must be a text")
+        return Segment(**{name: _array(name, value.get(name)) for name in _ARRAYS}, role=role)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

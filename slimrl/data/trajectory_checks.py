@@ -78,6 +78,10 @@ def check_fields(value: Mapping[str, Any]) -> None:
     _require(_is_number(reward) and not math.isinf(_as_float(reward)), "reward", "must be a finite number, or NaN")
     rewards = value.get("rewards", {})
     _require(isinstance(rewards, dict) and _are_finite(rewards.values()), "rewards", "must be an object of numbers")
+    by_role = value.get("role_rewards", {})
+    _require(
+        isinstance(by_role, dict) and _are_finite(by_role.values()), "role_rewards", "must be an object of numbers"
+    )
     for name in ("turn_rewards", "turn_advantages"):
         given = value.get(name, [])
         _require(isinstance(given, list) and _are_finite(given), name, "must be a list of numbers")
@@ -101,7 +105,7 @@ def _check_metadata(metadata: Any) -> None:
     for name in _COUNTS:
         count = metadata.get(name, 0)
         _require(type(count) is int and 0 <= count < 2**63, f"metadata.{name}", "must be an integer from 0")
-    for name in ("tool_calls", "environment", "gateway"):
+    for name in ("tool_calls", "environment", "gateway", "roles"):
         _require(isinstance(metadata.get(name, {}), dict), f"metadata.{name}", "must be an object")
     for tool, counts in metadata.get("tool_calls", {}).items():
         counted = isinstance(counts, dict) and all(type(one) is int for one in counts.values())

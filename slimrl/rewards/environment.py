@@ -1,9 +1,19 @@
-"""The reward that the trajectory's environment gave."""
+"""The rewards that the trajectory's environment gave."""
 
 from slimrl.data.prompt import Prompt
+from slimrl.data.roles import trained_roles
 from slimrl.data.trajectory import Trajectory
+from slimrl.rewards.scoring import Score
 
 
 def environment_return(trajectory: Trajectory, prompt: Prompt) -> float:
     """Sum of the rewards of the environment's steps; 0 if it gave none."""
     return float(sum(trajectory.metadata["environment"].get("rewards", [])))
+
+
+def role_returns(trajectory: Trajectory, prompt: Prompt) -> Score:
+    """What the environment paid each role (`Observation.role_rewards`), 0 where it paid nothing; of the trajectory the
+    mean over the roles that are trained."""
+    paid = trajectory.metadata["environment"].get("role_rewards", {})
+    by_role = {role: float(paid.get(role, 0.0)) for role in trained_roles(trajectory)}
+    return Score(reward=sum(by_role.values()) / max(len(by_role), 1), by_role=by_role)

@@ -35,6 +35,8 @@ async def score_group(
     for part, numbers in zip(parts, values, strict=True):
         for trajectory, number in zip(scored, numbers, strict=True):
             trajectory.reward += part.counted(number)
+            for role in trajectory.role_rewards:
+                trajectory.role_rewards[role] += part.counted(number)
             trajectory.rewards[part.name] = number
 
 

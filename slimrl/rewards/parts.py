@@ -128,11 +128,16 @@ def _combined(parts: Sequence[Part], scores: Sequence[Score]) -> Score:
     rewards: list[float] = []
     named: dict[str, float] = {}
     turns: list[list[float]] = []
+    roles = {role for given in scores for role in given.by_role}
+    by_role: dict[str, list[float]] = {role: [] for role in roles}
     single: dict[str, Any] = {}
     for part, given in zip(parts, scores, strict=True):
         value, inner = _named_values(part, given)
         rewards.append(part.counted(value))
         named |= {part.name: value, **inner}
+        for role in roles:
+            own = given.by_role.get(role, value)
+            by_role[role].append(part.counted(finite_number(own, f"{part.name}: by_role of {role}")))
         if len(given.turn_rewards):
             turns.append([part.counted(finite_number(one, f"{part.name}: turn_rewards")) for one in given.turn_rewards])
         for name in ("advantage", "turn_states", "turn_advantages"):
@@ -146,6 +151,7 @@ def _combined(parts: Sequence[Part], scores: Sequence[Score]) -> Score:
         raise ValueError(f"parts give rewards of {sorted({len(of_turns) for of_turns in turns})} turns")
     return Score(
         reward=math.fsum(rewards), parts=named, turn_rewards=[math.fsum(each) for each in zip(*turns, strict=True)],
+        by_role={role: math.fsum(own) for role, own in by_role.items()},
         **single,
     )  # fmt: skip
 

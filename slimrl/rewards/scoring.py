@@ -4,12 +4,13 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from slimrl.base.threads import in_thread, reportable
 from slimrl.data.prompt import Prompt
+from slimrl.data.roles import trained_roles
 from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.deadline import within
 
@@ -32,6 +33,8 @@ class Score:
     """Advantage of the trajectory, for `algorithm.advantage: given`"""
     turn_advantages: Sequence[float] = ()
     """Advantage of each turn, for `algorithm.advantage: given` with `algorithm.credit.name: turn`"""
+    by_role: Mapping[str, float] = field(default_factory=dict)
+    """Reward of roles, in an episode of several; one that is not named has `reward`"""
 
 
 RewardFunction = Callable[[Trajectory, Prompt], Reward | Score | Awaitable[Reward | Score]]
@@ -51,7 +54,9 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
     if trajectory.status is Status.failed:
         return
     value = await within(call_reward(function, trajectory, prompt), timeout_s, "no reward")
+    by_role: Mapping[str, float] = {}
     if isinstance(value, Score):
+        by_role = {part_name(role): finite_number(one, f"by_role of {role}") for role, one in value.by_role.items()}
         _set_turns(trajectory, value)
         parts, value = dict(value.parts or {}), value.reward
         trajectory.rewards = {part_name(name): finite_number(part, name) for name, part in parts.items()}
@@ -61,6 +66,7 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
         trajectory.rewards = parts
     else:
         trajectory.reward = finite_number(value, "reward")
+    trajectory.role_rewards = {role: by_role.get(role, trajectory.reward) for role in trained_roles(trajectory)}
 
 
 async def call_reward(function: Callable[..., Any], subject: Any, prompt: Prompt) -> Any:

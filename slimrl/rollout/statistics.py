@@ -32,6 +32,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "reward/mean": float(np.mean([t.reward for t in scored])) if scored else float("nan"),
         **{f"reward/parts/{name}": float(np.mean([t.rewards.get(name, 0.0) for t in scored])) for name in parts},
         **({"reward/turns": float(np.mean([sum(t.turn_rewards) for t in scored]))} if by_turn else {}),
+        **_by_role(scored),
         "reward/timeouts": sum(bool(t.metadata.get("reward_timed_out")) for t in trajectories),
         "rollout/trajectories": len(trajectories),
         "rollout/tokens": tokens,
@@ -47,6 +48,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/retries": sum(t.metadata["num_retries"] for t in trajectories),
         **({"rollout/subagents_mean": float(np.mean(subagents))} if any(subagents) else {}),
         **({"rollout/compactions_mean": float(np.mean(compactions))} if any(compactions) else {}),
+    }
+
+
+def _by_role(scored: Sequence[Trajectory]) -> dict[str, float]:
+    """`reward/role/<role>` of each role that is trained."""
+    roles = sorted({role for t in scored for role in t.role_rewards})
+    return {
+        f"reward/role/{role}": float(np.mean([t.role_rewards[role] for t in scored if role in t.role_rewards]))
+        for role in roles
     }
 
 

@@ -158,6 +158,31 @@ class SubagentConfig:
     """Most turns of one call of the sub-agent; they count in `rollout.max_turns`."""
 
 
+POLICY = "policy"
+"""Stands for the model that is trained, as a role's player"""
+
+
+@dataclass(kw_only=True)
+class PlayerConfig:
+    """Who plays roles in place of the policy: the settings of `agent.players.NAME` (docs/agents.md#several-roles)."""
+
+    function: ImportPath = MISSING
+    """Import path `module:function` of a function of (messages, tools, seed) that says the next turn, or of a class
+    whose objects do."""
+    args: dict[str, FiniteValue] = field(default_factory=dict)
+    """Keyword arguments of the class, which is made once."""
+
+
+@dataclass(kw_only=True)
+class RoleConfig:
+    """A role of an environment of several: the settings of `agent.roles.NAME`."""
+
+    player: str = POLICY
+    """Who plays it: `policy`, or one of `agent.players`. A prompt's metadata may say otherwise."""
+    train: Flag = True
+    """Whether the policy is trained on what it says in this role."""
+
+
 @dataclass(kw_only=True)
 class CommandSandboxConfig:
     """bubblewrap around `agent.command` (docs/gateway.md)."""
@@ -220,6 +245,10 @@ class AgentConfig:
     """Where each instance of the environment runs (docs/environments.md#isolation)."""
     environment_venv: str = ""
     """Virtual environment of isolation `venv`: a name that `slimrl-tools environment list` shows, or a folder."""
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
+    """Roles of an environment of several whose settings differ from RoleConfig's (docs/agents.md#several-roles)."""
+    players: dict[str, PlayerConfig] = field(default_factory=dict)
+    """Who plays roles in place of the policy, by name."""
     workers: PositiveInt = 1
     """Processes that run the episodes; 1 for the driver itself (docs/agents.md#several-processes)."""
     start_timeout_s: PositiveFloat = 120.0

@@ -9,6 +9,7 @@ from slimrl.agent.environment import MakeEnvironment
 from slimrl.agent.episode import EpisodeLoop, EpisodeRunner
 from slimrl.agent.gateway.agents import Agent
 from slimrl.agent.gateway.runner import GatewayRunner
+from slimrl.agent.roles.player import Player, load_players
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.config.load import LoadedRecipe
@@ -40,6 +41,8 @@ class EpisodeCode:
     summary_rule: SummaryRule | None
     subagents: dict[str, ToolBox]
     """Tools of each sub-agent, by the sub-agent's name"""
+    players: dict[str, Player]
+    """Who plays roles in place of the policy, by name"""
 
     def episode_runner(
         self, recipe: Recipe, engine: Engine, logs: TurnLogs | None = None
@@ -68,6 +71,7 @@ class EpisodeCode:
             tools=self.tools,
             summary_rule=self.summary_rule,
             subagents=self.subagents,
+            players=self.players,
             parallel_subagents=not recipe.deterministic,
         )
 
@@ -93,6 +97,7 @@ def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode
             "agent.compaction.function", lambda: load_summary_rule(agent.compaction.function)
         ),
         "subagents": collector.get("agent.subagents", lambda: load_subagents(agent, sandbox)),
+        "players": collector.get("agent.players", lambda: load_players(agent.players)),
     }
     if dialogues is not None:
         chat = dialogues.chat

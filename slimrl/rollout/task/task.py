@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.dialogue import Dialogue
+from slimrl.agent.roles.player import refuse_unknown_players
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import first_messages
 from slimrl.algorithms.advantages import load_advantage
@@ -99,6 +100,8 @@ def _read(path: Path, keys: dict[str, str], recipe: Recipe, rewards: Rewards | N
     """
     prompts = read_prompts(path, keys)
     if unknown := refuse_unknown_names(prompts, recipe.reward):
+        raise BrokenRows(unknown)
+    if unknown := refuse_unknown_players(prompts, recipe.agent):
         raise BrokenRows(unknown)
     if rewards is not None and (unjudged := refuse_unjudged(prompts, rewards)):
         raise BrokenRows(unjudged)

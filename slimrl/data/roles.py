@@ -1,0 +1,55 @@
+"""Episodes of several roles: one trajectory for the ledger, and for the algorithm one of each role that is trained.
+
+The conversation of a role is all that it was told and said. Its trajectory has its segments, its reward, and the group
+of the same role of the same prompt, so that baselines, ratios of sequences and credit are a role's own
+(role-conditioned advantage, SPIRAL, arXiv:2506.24119).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from slimrl.data.trajectory import Segment, Trajectory
+
+
+def trained_roles(trajectory: Trajectory) -> list[str]:
+    """The roles that are trained; none in an episode without roles."""
+    return [role for role, facts in trajectory.metadata.get("roles", {}).items() if facts["train"]]
+
+
+def by_role(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories of the algorithm, in order: those with roles become one of each role that is trained."""
+    return [part for trajectory in trajectories for part in _parts(trajectory)]
+
+
+def _parts(trajectory: Trajectory) -> list[Trajectory]:
+    if "roles" not in trajectory.metadata:
+        return [trajectory]
+    return [_of_role(trajectory, role) for role in trained_roles(trajectory)]
+
+
+def _of_role(trajectory: Trajectory, role: str) -> Trajectory:
+    segments = [segment for segment in trajectory.segments if segment.role == role]
+    turns = sorted({int(turn) for segment in segments for turn in np.unique(segment.turn_ids[segment.loss_mask])})
+
+    def chosen[V](values: Sequence[V]) -> list[V]:
+        return [values[turn] for turn in turns] if values else []
+
+    return replace(
+        trajectory,
+        group_id=f"{trajectory.group_id} {role}",
+        trajectory_id=f"{trajectory.trajectory_id} {role}",
+        segments=[replace(segment, turn_ids=_renumbered(segment, turns)) for segment in segments],
+        reward=trajectory.role_rewards[role],
+        turn_rewards=chosen(trajectory.turn_rewards),
+        turn_states=chosen(trajectory.turn_states),
+        turn_advantages=chosen(trajectory.turn_advantages),
+        metadata={**trajectory.metadata, "num_turns": len(turns)},
+    )
+
+
+def _renumbered(segment: Segment, turns: Sequence[int]) -> np.ndarray:
+    """int16 [T], turns of the role from 0; a token that answers a turn of the role has its number."""
+    places = np.searchsorted(turns, segment.turn_ids, side="right") - 1
+    return np.where(segment.turn_ids < 0, -1, places).astype(np.int16)
