@@ -83,8 +83,8 @@ class Conversation:
         self.engine_counts = Counter[str]()
         """Sums of `GenerateResult.counts` over the conversation's requests"""
         self.num_subagents = self._subagent_turns = self._subagent_tokens = 0
-        self._tokens_of_others = 0
-        """Tokens of the conversations of other roles"""
+        self.tokens_of_others = 0
+        """Tokens of the conversations of other roles, which count in the limit too"""
 
     @property
     def num_turns(self) -> int:
@@ -103,14 +103,14 @@ class Conversation:
             segment.role = self._role
         return found
 
-    def follow(self, num_turns: int, num_tokens: int) -> None:
-        """Before a turn after those of other roles.
+    def follow(self, num_turns: int) -> None:
+        """Number the next turn after so many of all roles."""
+        self.transcript.num_turns = num_turns
 
-        Args:
-            num_turns: of all roles so far, which number the next one.
-            num_tokens: of the other roles' conversations.
-        """
-        self.transcript.num_turns, self._tokens_of_others = num_turns, num_tokens
+    @property
+    def has_room(self) -> bool:
+        """Whether another token may be sampled."""
+        return self._max_tokens > len(self.transcript.tokens)
 
     async def sample_turn(self) -> Turn | Status:
         """The policy's next turn, or how the trajectory ends because there is none.
@@ -299,7 +299,7 @@ class Conversation:
 
     @property
     def _max_tokens(self) -> int:
-        return self._rollout.max_trajectory_tokens - self._subagent_tokens - self._tokens_of_others
+        return self._rollout.max_trajectory_tokens - self._subagent_tokens - self.tokens_of_others
 
     def count_calls(self, turn: Turn) -> None:
         """Count the calls of a turn, answered or not."""

@@ -45,7 +45,8 @@ def _of_role(trajectory: Trajectory, role: str) -> Trajectory:
         turn_rewards=chosen(trajectory.turn_rewards),
         turn_states=chosen(trajectory.turn_states),
         turn_advantages=chosen(trajectory.turn_advantages),
-        metadata={**trajectory.metadata, "num_turns": len(turns)},
+        metadata={key: value for key, value in trajectory.metadata.items() if key != "roles"}
+        | {"num_turns": len(turns)},
     )
 
 

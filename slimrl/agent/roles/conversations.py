@@ -49,8 +49,8 @@ class Conversations:
 
     async def sample_turn(self) -> Turn | Status:
         """The next turn of the role whose turn it is; see Conversation.sample_turn."""
-        others = sum(one.num_tokens for role, one in self.by_role.items() if role != self.role)
-        self.current.follow(self.num_turns, others)
+        self.current.follow(self.num_turns)
+        self._count_others()
         turn = await self.current.sample_turn()
         if isinstance(turn, Turn):
             self._last_turns[self.role] = turn
@@ -68,5 +68,11 @@ class Conversations:
         self.role = observation.role
         if self.role not in self._last_turns:
             self.by_role[self.role] = self._begin(observation)
-            return True
+            self._count_others()
+            return self.current.has_room
+        self._count_others()
         return self.current.append_observation(self._last_turns[self.role], observation.messages)
+
+    def _count_others(self) -> None:
+        others = (one.num_tokens for role, one in self.by_role.items() if role != self.role)
+        self.current.tokens_of_others = sum(others)

@@ -33,7 +33,7 @@ class PlayerConversation:
         self.messages, self._tools = list(messages), tools
         self.num_prompt_messages = len(messages)
         self._name, self._player, self._max_turns, self._seed = name, player, max_turns, seed
-        self._num_turns = 0
+        self._num_turns = self.tokens_of_others = 0
 
     @property
     def segments(self) -> list[Segment]:
@@ -48,8 +48,12 @@ class PlayerConversation:
     def num_tokens(self) -> int:
         return 0
 
-    def follow(self, num_turns: int, num_tokens: int) -> None:
-        """Before a turn: the number of turns of all roles so far."""
+    @property
+    def has_room(self) -> bool:
+        return True
+
+    def follow(self, num_turns: int) -> None:
+        """Number the next turn after so many of all roles."""
         self._num_turns = num_turns
 
     async def sample_turn(self) -> Turn:

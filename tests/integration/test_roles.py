@@ -1,0 +1,268 @@
+"""Episodes of several roles: who is told what, who plays, and what the algorithm makes of them."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from aiohttp import web
+from scripted_episode import CHAT, END, TOKENIZER, played, runner_of
+
+from slimrl.agent.environment import Environment, Observation, Turn
+from slimrl.agent.roles.endpoint import Endpoint
+from slimrl.agent.roles.player import load_players
+from slimrl.algorithms.selection import select
+from slimrl.config.schema.agent import AgentConfig, PlayerConfig, RoleConfig
+from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.data.packing import pack
+from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Status, Trajectory, from_json, to_json
+from slimrl.rewards.environment import role_returns
+from slimrl.rewards.scoring import Score, score
+
+pytestmark = pytest.mark.integration
+
+PROMPT = Prompt(prompt_id="p:1", messages=[{"role": "user", "content": "Bid."}], label=None)
+
+
+class Auction(Environment):
+    """Two roles bid in turn; a bid that is not higher ends it and loses 1 to the other role."""
+
+    async def start(self, prompt, *, seed, scratch):
+        self._highest, self._turn = 0, 0
+        return Observation(messages=[*prompt.messages, user("You are left.")], role="left", state_id="0")
+
+    async def step(self, turn: Turn) -> Observation:
+        role, other = ("left", "right") if self._turn % 2 == 0 else ("right", "left")
+        self._turn += 1
+        bid = int(turn.text)
+        if bid <= self._highest:
+            return Observation(done=True, role=other, role_rewards={role: -1.0, other: 1.0}, state_id="end")
+        self._highest = bid
+        told = f"{role} bids {bid}."
+        messages = [user(told)] if self._turn > 1 else [user("Bid."), user(f"You are right. {told}")]
+        return Observation(messages=messages, role=other, state_id=str(bid), role_rewards={role: 0.25})
+
+    async def close(self) -> None:
+        pass
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def auction(*bids: int, prompt: Prompt = PROMPT, name: str = "t", **agent) -> Trajectory:
+    settings = AgentConfig(environment="tests:Auction", **agent)
+    runner = runner_of(*(f"{bid}{END}" for bid in bids), environment=Auction, agent=settings)
+    object.__setattr__(runner, "players", load_players(settings.players))
+    return asyncio.run(played(runner, prompt, name))
+
+
+def sampled(segment, turn: int) -> str:
+    return TOKENIZER.decode(segment.tokens[segment.loss_mask & (segment.turn_ids == turn)])
+
+
+def test_each_role_has_a_conversation_of_its_own():
+    trajectory = auction(3, 5, 8, 8)
+    assert trajectory.status is Status.completed
+    left, right = trajectory.segments
+    assert [left.role, right.role] == ["left", "right"]
+    # Turns are numbered through both.
+    assert [sampled(left, turn) for turn in range(4)] == [f"3{END}", "", f"8{END}", ""]
+    assert [sampled(right, turn) for turn in range(4)] == ["", f"5{END}", "", f"8{END}"]
+    for role, segment, told in (
+        ("left", left, [user("Bid."), user("You are left."), said("3"), user("right bids 5."), said("8")]),
+        (
+            "right",
+            right,
+            [user("Bid."), user("You are right. left bids 3."), said("5"), user("left bids 8."), said("8")],
+        ),
+    ):
+        own = [message for message in trajectory.messages if message["conversation"] == role]
+        assert [{key: one[key] for key in ("role", "content")} for one in own] == told
+        # Its tokens are those that the chat template writes of these messages.
+        whole = CHAT.template.decode(segment.tokens.tolist())
+        assert whole == CHAT.template.decode(CHAT.prompt(told[:-1], ()).tokens) + f"8{END}"
+    assert trajectory.metadata["num_turns"] == 4
+    assert trajectory.metadata["environment"]["states"] == ["0", "3", "5", "8"]
+    assert trajectory.metadata["environment"]["role_rewards"] == {"left": 1.5, "right": -0.75}
+    assert {role: facts["train"] for role, facts in trajectory.metadata["roles"].items()} == {
+        "left": True,
+        "right": True,
+    }
+    trajectory.reward, trajectory.role_rewards = 0.0, {"left": 0.5, "right": -0.5}
+    assert to_json(from_json(json.loads(json.dumps(to_json(trajectory))))) == to_json(trajectory)
+
+
+def said(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def test_tokens_and_turns_are_limited_over_all_roles():
+    runner = runner_of(*(f"{bid}{END}" for bid in range(1, 60)), environment=Auction, agent=AgentConfig())
+    runner.rollout.max_turns = 5
+    trajectory = asyncio.run(played(runner))
+    assert (trajectory.status, trajectory.metadata["num_turns"]) == (Status.truncated, 5)
+    runner = runner_of(*(f"{bid}{END}" for bid in range(1, 60)), environment=Auction, agent=AgentConfig())
+    runner.rollout.max_trajectory_tokens = trajectory.num_tokens - 5
+    shorter = asyncio.run(played(runner))
+    assert (shorter.status, shorter.metadata["num_turns"]) == (Status.truncated, 4)
+    assert shorter.num_tokens <= runner.rollout.max_trajectory_tokens
+
+
+class Higher:
+    """Bids by so much more than what it was told last."""
+
+    def __init__(self, by: int) -> None:
+        self._by = by
+
+    def __call__(self, messages, *, tools, seed):
+        return str(int(messages[-1]["content"].rstrip(".").rpartition(" ")[2]) + self._by)
+
+
+def test_a_script_plays_a_role_and_nothing_of_it_is_trained():
+    settings = {
+        "players": {"bold": PlayerConfig(function="integration.test_roles:Higher", args={"by": 10})},
+        "roles": {"right": RoleConfig(player="bold")},
+    }
+    trajectory = auction(3, 20, 20, **settings)
+    (segment,) = trajectory.segments
+    assert segment.role == "left"
+    assert [message["content"] for message in trajectory.messages if message["conversation"] == "right"] == [
+        "Bid.", "You are right. left bids 3.", "13", "left bids 20.", "30",
+    ]  # fmt: skip
+    assert trajectory.metadata["roles"]["right"] == {"player": "bold", "train": False, "num_prompt_messages": 2}
+    asyncio.run(score(trajectory, PROMPT, role_returns, 5.0))
+    assert trajectory.role_rewards == {"left": -0.5}
+    assert trajectory.reward == -0.5
+
+
+def test_a_prompt_says_who_plays_and_the_other_seat_is_trained():
+    players = {"bold": PlayerConfig(function="integration.test_roles:Higher", args={"by": 10})}
+    prompt = Prompt(
+        prompt_id="p:2", messages=PROMPT.messages, label=None, metadata={"players": {"right": "policy", "left": "bold"}}
+    )
+    # left must bid first, on "You are left.", which is no number.
+    lost = auction(20, prompt=prompt, players=players)
+    assert lost.status is Status.failed
+    assert "the player bold raised ValueError" in lost.metadata["error"]
+    unknown = Prompt(prompt_id="p:3", messages=PROMPT.messages, label=None, metadata={"players": {"right": "bald"}})
+    failed = auction(20, prompt=unknown)
+    assert "`players` names bald, which agent.players has not" in failed.metadata["error"]
+
+
+def test_a_model_behind_an_endpoint_plays_a_role():
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        message = {"role": "assistant", "content": str(10 * len(asked))}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response(
+            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        )
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": []})
+
+    async def run() -> Trajectory:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        app.router.add_get("/v1/models", models)
+        server = web.AppRunner(app)
+        await server.setup()
+        site = web.TCPSite(server, "127.0.0.1", 0)
+        await site.start()
+        port = server.addresses[0][1]
+        endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", "frozen", options={"temperature": 0.5}, retries=0)
+        agent = AgentConfig(roles={"right": RoleConfig(player="frozen")})
+        runner = runner_of(f"3{END}", f"15{END}", f"15{END}", environment=Auction, agent=agent)
+        object.__setattr__(runner, "players", {"frozen": endpoint})
+        await runner.start()
+        try:
+            return await played(runner)
+        finally:
+            await runner.stop()
+            await server.cleanup()
+
+    trajectory = asyncio.run(run())
+    assert trajectory.status is Status.completed
+    assert [body["messages"][-1]["content"] for body in asked] == ["You are right. left bids 3.", "left bids 15."]
+    assert asked[0]["temperature"] == 0.5
+    assert asked[0]["seed"] != asked[1]["seed"]
+
+
+def scored(name: str, bids: list[int], **rewards: float) -> Trajectory:
+    trajectory = auction(*bids, name=name)
+    by_role = lambda trajectory, prompt: Score(reward=0.0, by_role=rewards)  # noqa: E731
+    asyncio.run(score(trajectory, PROMPT, by_role, 5.0))
+    return trajectory
+
+
+def alone(trajectory: Trajectory, role: str, reward: float) -> Trajectory:
+    """A trajectory of one role, made by hand."""
+    (segment,) = [one for one in trajectory.segments if one.role == role]
+    return Trajectory(
+        group_id=role, trajectory_id=f"{trajectory.trajectory_id}/{role}", segments=[segment], status=Status.completed,
+        reward=reward, metadata={"num_turns": 4},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_an_update_of_two_roles_is_that_of_two_trajectories_each_with_the_baseline_of_its_role(advantage):
+    rewards = [(1.0, 0.0), (0.0, 0.5), (1.0, 0.25)]
+    games = [scored(f"t{n}", [3, 5 + n, 8 + n, 8], left=a, right=b) for n, (a, b) in enumerate(rewards)]
+    algorithm = AlgorithmConfig(advantage=advantage)
+    both = select(games, algorithm, lambda group: True, step=1)
+    by_hand = [
+        alone(game, role, reward)
+        for game, pair in zip(games, rewards, strict=True)
+        for role, reward in zip(("left", "right"), pair, strict=True)
+    ]
+    single = select(by_hand, algorithm, lambda group: True, step=1)
+    means = np.mean(rewards, axis=0)
+    signs = [np.sign(reward - means[n]) for pair in rewards for n, reward in enumerate(pair)]
+    assert np.sign(both.advantages).tolist() == signs
+    np.testing.assert_array_equal(both.advantages, single.advantages)
+    assert both.num_groups == 2
+
+    def packed(selection):
+        segments = [one.segments for one in selection.trajectories]
+        return pack(segments, selection.advantages, budget_tokens=4096, alignment=1, data_parallel=1)
+
+    for got, expected in zip(packed(both)[0], packed(single)[0], strict=True):
+        for name, value in vars(expected).items():
+            if isinstance(value, np.ndarray):
+                np.testing.assert_array_equal(getattr(got, name), value, err_msg=name)
+    # The ratio of a sequence is over the tokens of a role.
+    assert [one.num_sampled_tokens for one in both.trajectories] == [
+        int(segment.loss_mask.sum()) for game in games for segment in game.segments
+    ]
+
+
+def test_values_of_turns_go_to_the_role_whose_turns_they_are():
+    games = [scored(f"t{n}", [3, 5, 8, 8], left=1.0, right=float(n)) for n in range(2)]
+    for game in games:
+        game.turn_rewards, game.turn_states = [0.0, 1.0, 2.0, 3.0], ["a", "b", "c", "d"]
+    left, right, *_ = select(games, AlgorithmConfig(), lambda group: True, step=1).trajectories
+    assert (left.turn_rewards, left.turn_states) == ([0.0, 2.0], ["a", "c"])
+    assert (right.turn_rewards, right.turn_states) == ([1.0, 3.0], ["b", "d"])
+    for own in (left, right):
+        (segment,) = own.segments
+        assert own.num_turns == 2
+        assert [sorted(set(segment.turn_ids[segment.loss_mask].tolist()))] == [[0, 1]]
+        assert segment.turn_ids[0] == -1
+        # What a role is told between its turns belongs to the turn before.
+        between = segment.turn_ids[np.flatnonzero(segment.loss_mask)[-1] - 5]
+        assert between in (0, 1)
+
+
+def test_a_role_that_is_not_trained_has_no_part_in_an_update():
+    roles = {"right": RoleConfig(train=False)}
+    games = [auction(3, 5 + n, 8 + n, 8, name=f"t{n}", roles=roles) for n in range(2)]
+    for number, game in enumerate(games):
+        asyncio.run(score(game, PROMPT, lambda *_, number=number: float(number), 5.0))
+        assert game.role_rewards == {"left": float(number)}
+        assert len(game.segments) == 2
+    selection = select(games, AlgorithmConfig(), lambda group: True, step=1)
+    assert [one.segments[0].role for one in selection.trajectories] == ["left", "left"]
