@@ -110,7 +110,7 @@ def select(
     members = groups_of([t.group_id for t in scored])
     smallest = 2 if needs_others(algorithm) else 1
     usable = {g for g, own in members.items() if len(own) >= smallest and keeps([scored[i] for i in own])}
-    scored = by_role([t for t in scored if t.group_id in usable])
+    scored = by_role([t for t in scored if t.group_id in usable], own_groups=algorithm.baseline_by_role)
     for trajectory in scored:
         check_credit(trajectory, algorithm)
     ids, weights = [t.group_id for t in scored], stage_weights(algorithm.credit, step)

@@ -18,18 +18,22 @@ def trained_roles(trajectory: Trajectory) -> list[str]:
     return [role for role, facts in trajectory.metadata.get("roles", {}).items() if facts["train"]]
 
 
-def by_role(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The trajectories of the algorithm, in order: those with roles become one of each role that is trained."""
-    return [part for trajectory in trajectories for part in _parts(trajectory)]
+def by_role(trajectories: Sequence[Trajectory], *, own_groups: bool = True) -> list[Trajectory]:
+    """The trajectories of the algorithm, in order: those with roles become one of each role that is trained.
+
+    Args:
+        own_groups: whether each role has groups of its own; otherwise the roles of a prompt share one.
+    """
+    return [part for trajectory in trajectories for part in _parts(trajectory, own_groups)]
 
 
-def _parts(trajectory: Trajectory) -> list[Trajectory]:
+def _parts(trajectory: Trajectory, own_groups: bool) -> list[Trajectory]:
     if "roles" not in trajectory.metadata:
         return [trajectory]
-    return [_of_role(trajectory, role) for role in trained_roles(trajectory)]
+    return [_of_role(trajectory, role, own_groups) for role in trained_roles(trajectory)]
 
 
-def _of_role(trajectory: Trajectory, role: str) -> Trajectory:
+def _of_role(trajectory: Trajectory, role: str, own_group: bool) -> Trajectory:
     segments = [segment for segment in trajectory.segments if segment.role == role]
     turns = sorted({int(turn) for segment in segments for turn in np.unique(segment.turn_ids[segment.loss_mask])})
 
@@ -38,7 +42,7 @@ def _of_role(trajectory: Trajectory, role: str) -> Trajectory:
 
     return replace(
         trajectory,
-        group_id=f"{trajectory.group_id} {role}",
+        group_id=f"{trajectory.group_id} {role}" if own_group else trajectory.group_id,
         trajectory_id=f"{trajectory.trajectory_id} {role}",
         segments=[replace(segment, turn_ids=_renumbered(segment, turns)) for segment in segments],
         reward=trajectory.role_rewards[role],

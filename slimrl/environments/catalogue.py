@@ -70,6 +70,14 @@ _ENTRIES: tuple[Entry, ...] = (
         check_options={"rooms": 3, "objects": 8, "min_quest": 3, "quest": 5},
     ),
     Entry(
+        name="open_spiel",
+        summary="board and card games of two, against itself or against opponents by script",
+        packages="open_spiel 2.0.2 (Apache-2.0)",
+        size_mb=69,
+        class_name="OpenSpiel",
+        check_options={"opponents": "first"},
+    ),
+    Entry(
         name="alfworld",
         summary="six kinds of household tasks in ALFWorld's domain, with rooms that are drawn by seed",
         packages="alfworld 0.4.2 (MIT), textworld 1.7.0 (MIT), fast-downward-textworld 20.6.4 (GPL-3), jericho (GPL-2)",

@@ -9,7 +9,6 @@ from slimrl.config.problems import suggestion
 from slimrl.config.schema.agent import POLICY, AgentConfig, PlayerConfig
 from slimrl.data.prompt import Prompt
 
-
 PLAYERS = "players"
 """Key of a prompt's metadata: an object of names by role"""
 

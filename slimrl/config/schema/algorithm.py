@@ -209,6 +209,9 @@ class AlgorithmConfig:
     """A [loss](#lossname) by its name, or the import path `module:function` of one (docs/algorithms.md)."""
     advantage: str = "grpo"
     """An [advantage](#advantagename) by its name, or the import path `module:function` of one (docs/algorithms.md)."""
+    baseline_by_role: Flag = True
+    """In episodes of several roles, compare a role with the same role of the prompt's other trajectories, so that who
+    moves first has no advantage from it; otherwise with all roles (docs/agents.md#several-roles)."""
     aggregation: Aggregation = Aggregation.trajectory
     """How the losses of tokens become the loss of an update."""
     clip_low: PositiveFloat = 3e-4

@@ -1,0 +1,1 @@
+"""Games of OpenSpiel, in which each player is a role."""
