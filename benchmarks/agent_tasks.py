@@ -63,6 +63,24 @@ TASKS = {
         ),
         sft_updates=400,
     ),
+    "kuhn_poker": Task(
+        recipe="tiny_moe/gspo_kuhn_poker.yaml",
+        data=(
+            "environment", "data", "open_spiel", "--num", "600", "--set", "games=kuhn_poker",
+            "--set", "heldout_opponents=optimal", "--set", "demonstrations=2000",
+        ),
+        words="words.txt",
+        sft_updates=100,
+    ),
+    "tic_tac_toe": Task(
+        recipe="tiny_moe/gspo_tic_tac_toe.yaml",
+        data=(
+            "environment", "data", "open_spiel", "--num", "600", "--set", "games=tic_tac_toe",
+            "--set", "demonstrations=2000",
+        ),
+        words="words.txt",
+        sft_updates=200,
+    ),
     "textworld": Task(
         recipe="tiny_moe/gspo_textworld.yaml",
         data=(
