@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import pyspiel
 
 CFR_UPDATES = 1000
-"""Of counterfactual regret minimisation; Kuhn poker's exploitability is 0.001 then"""
+"""Updates of counterfactual regret minimisation; Kuhn poker's exploitability is 0.001 then"""
 MAX_POSITIONS = 20_000
 """Largest game that is solved"""
 
