@@ -82,9 +82,10 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _role_violations(agent: AgentConfig) -> Iterator[Violation]:
-    for section in ("roles", "players"):
-        if getattr(agent, section) and not agent.environment:
-            yield f"agent.{section}", "there is no agent.environment that could have roles."
+    if agent.players and not agent.environment:
+        yield "agent.players", "there is no agent.environment with roles that they could play."
+    if agent.roles and not agent.environment and not agent.uses_gateway:
+        yield "agent.roles", "there is neither an agent.environment nor an agent behind the gateway that has roles."
     if POLICY in agent.players:
         yield f"agent.players.{POLICY}", "is the model that is trained, and needs no entry."
     for name, role in agent.roles.items():

@@ -32,6 +32,9 @@ class Status(str, Enum):
 POSTED_REWARD = "posted_reward"
 """Key of `Trajectory.scratch`: the reward that an agent behind the gateway gave its trajectory"""
 
+POSTED_BY_ROLE = "posted_by_role"
+"""Key of `Trajectory.scratch`: the rewards that it gave its roles, numbers by role"""
+
 CACHE_HITS = "tool_cache_hit_fraction"
 """Key of `Trajectory.measured`: fraction of tool calls that were answered from the cache of pure tools, which all
 episodes of a process share"""

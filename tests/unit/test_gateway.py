@@ -32,9 +32,11 @@ from slimrl.agent.gateway.connection import Connection
 from slimrl.config.schema.agent import HistoryMode, SkipConfig
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import EngineError
+from slimrl.data.roles import by_role
 from slimrl.data.trajectory import Status
 from slimrl.engines.lockstep import LockstepEngine
 from slimrl.rewards.posted import posted_reward
+from slimrl.rewards.scoring import score
 
 QUESTION = {"role": "user", "content": "Compute 34*17+2."}
 SAID = {"role": "assistant", "content": "34*17+2 = \\boxed{580}."}
@@ -211,6 +213,39 @@ async def test_n_answers_are_branches_that_can_each_be_continued():
     assert len({request.seed for request in engine.requests}) == 4
     assert trajectory.metadata["num_turns"] == 4
     assert len(trajectory.metadata["environment"]["states"]) == 4
+
+
+async def test_roles_of_an_agent_have_segments_and_rewards_of_their_own_though_they_say_the_same():
+    white, black = {"x-slimrl-role": "white"}, {"model": "policy:black"}
+
+    async def act(post: Post) -> None:
+        said = {}
+        for role, how in (("white", {"head": white}), ("black", black)):
+            said[role] = await chat(post, QUESTION, **how)
+        assert said["white"] != said["black"]
+        await chat(post, QUESTION, said["black"], NEXT, **black)
+        await chat(post, QUESTION, said["white"], NEXT, head=white)
+        assert (await post("/reward", reward=0, by_role={"white": 1, "black": -1})).status_code == 200
+        for wrong in ({"reward": 0, "by_role": [1]}, {"reward": 0, "by_role": {"white": "1"}}):
+            assert (await post("/reward", **wrong)).status_code == 400
+        refused = await post(messages=[QUESTION], head={"x-slimrl-role": "a b"})
+        assert (refused.status_code, "no name of a role" in refused.text) == (400, True)
+
+    engine = ScriptedEngine(["1<|im_end|>", "2<|im_end|>", "3<|im_end|>", "4<|im_end|>"])
+    trajectory, _ = await asked(engine, act)
+    texts = {
+        segment.role: tokens for segment, (tokens, _) in zip(trajectory.segments, trained(trajectory), strict=True)
+    }
+    assert texts == {
+        "white": encode("1<|im_end|>") + encode("4<|im_end|>"),
+        "black": encode("2<|im_end|>") + encode("3<|im_end|>"),
+    }
+    assert_every_sample_is_trained_once(trajectory, engine)
+    await score(trajectory, PROMPT, posted_reward, 5.0)
+    assert (trajectory.reward, trajectory.role_rewards) == (0.0, {"white": 1.0, "black": -1.0})
+    white_alone, black_alone = by_role([trajectory])
+    assert (white_alone.reward, black_alone.reward) == (1.0, -1.0)
+    assert (white_alone.num_turns, black_alone.num_turns) == (2, 2)
 
 
 RETRY = {"x-stainless-retry-count": "1"}

@@ -38,11 +38,13 @@ class ChatRequest:
     """Size of the request's body"""
     model: str = ""
     """Name of the model, as the client gives it"""
+    role: str = ""
+    """Role that asks, in an agent of several; empty in others"""
 
     @cached_property
     def key(self) -> bytes:
         """Key of the request's history; see `history_key`"""
-        return history_key(self.tools, self.messages)
+        return history_key(self.tools, self.messages, self.role)
 
     def overridden(self, run: SamplingConfig) -> list[str]:
         """Names of the client's settings that the run's replace."""

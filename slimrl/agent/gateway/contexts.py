@@ -36,7 +36,7 @@ def context_of(request: ChatRequest, history: History, dialogues: Dialogues, mod
     messages = request.messages
     last = max((number for number, one in enumerate(messages) if one["role"] == "assistant"), default=None)
     if last is not None:
-        found = history.find(history_key(request.tools, messages[:last]), messages[last])
+        found = history.find(history_key(request.tools, messages[:last], request.role), messages[last])
         if found is not None and (after := _followed(*found, messages[last + 1 :], dialogue, mode)) is not None:
             return after
     try:

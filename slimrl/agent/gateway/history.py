@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class SampledTurn:
     """Key of the history before the turn"""
     number: int
     """Number of this sample among those of its history"""
+    role: str = ""
+    """Role that asked, in an agent of several"""
     children: list["SampledTurn"] = field(default_factory=list)
 
     @property
@@ -148,7 +150,7 @@ class History:
                 for number, result in enumerate(turn.results):
                     transcript.add_turn(result, goes_on=number > 0)
             num_turns = transcript.num_turns
-            done.append(transcript.segment())
+            done.append(replace(transcript.segment(), role=first.role))
         return done
 
     def _chains(self) -> Iterator[list[SampledTurn]]:

@@ -95,8 +95,8 @@ def escaped(messages: Sequence[Message], chat: ChatFormat) -> list[Message]:
     ]
 
 
-def history_key(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> bytes:
-    """Hash of a history: equal for equal histories.
+def history_key(tools: Sequence[dict[str, Any]], messages: Sequence[Message], role: str = "") -> bytes:
+    """Hash of a history: equal for equal histories of the same role.
 
     Args:
         messages: canonical ones.
@@ -109,7 +109,7 @@ def history_key(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) ->
         ]
         for message in messages
     ]
-    return hashlib.sha256(_dumped([tools, said]).encode()).digest()
+    return hashlib.sha256(_dumped([tools, said, *([role] if role else [])]).encode()).digest()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,11 @@ from slimrl.agent.gateway.server import GatewayServer
 from slimrl.agent.gateway.session import Session
 from slimrl.agent.tool_environment import first_messages
 from slimrl.agent.turn_request import TurnRequests
-from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.agent import POLICY, AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import Engine
 from slimrl.data.prompt import Prompt
-from slimrl.data.trajectory import POSTED_REWARD, Status, Trajectory
+from slimrl.data.trajectory import POSTED_BY_ROLE, POSTED_REWARD, Status, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,19 @@ class GatewayRunner:
             group_id=prompt.prompt_id, trajectory_id=trajectory_id, segments=session.history.segments(), status=status
         )
         _complete(trajectory, session, error, said)
+        if roles := self._roles(session):
+            trajectory.metadata["roles"] = roles
         return trajectory
+
+    def _roles(self, session: Session) -> dict[str, Any]:
+        """What is known of each role; empty if no request named one."""
+        found: dict[str, Any] = {}
+        for turn in session.history.turns():
+            settings = self.config.roles.get(turn.role)
+            told = len(turn.path[0].told_messages)
+            facts = {"player": POLICY, "train": settings is None or settings.train, "num_prompt_messages": told}
+            found.setdefault(turn.role, facts)
+        return found if any(found) else {}
 
 
 def _line(prompt: Prompt, system_prompt: str | None) -> Mapping[str, Any]:
@@ -148,6 +160,8 @@ def _complete(trajectory: Trajectory, session: Session, error: str, said: str) -
     trajectory.measured = {"start_s": 0.0, "step_s": session.idle_s, "close_s": 0.0}
     if session.posted_reward is not None:
         trajectory.scratch[POSTED_REWARD] = session.posted_reward
+    if session.posted_by_role:
+        trajectory.scratch[POSTED_BY_ROLE] = session.posted_by_role
 
 
 def _why_nothing(session: Session, said: str) -> str:

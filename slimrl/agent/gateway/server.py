@@ -9,6 +9,7 @@
 import asyncio
 import json
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -52,6 +53,9 @@ WARNED_CHARS, MOST_WARNED = 80, 200
 """Bounds on what a run warns of, since agents may name fields and paths as they like; the latter for each kind"""
 UNREAD = "Python's `re` cannot read it, so that calls are not judged by it"
 OVERRIDDEN = "the run's settings apply instead"
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+ROLE = "x-slimrl-role"
+"""Header that says which role of an agent of several asks; the name of the model may say it too, as `policy:ROLE`"""
 RETRIES = "x-stainless-retry-count"
 """Header in which both companies' clients say how often they sent a request before"""
 
@@ -211,7 +215,8 @@ class GatewayServer:
             unread = [one for tool in asked.tools for one in unread_patterns(tool["function"]["parameters"])]
             ignored = {**asked.ignored, **{f"the pattern {one!r}": UNREAD for one in unread}}
             messages = escaped(asked.messages, session.chat)
-            asked = replace(asked, messages=messages, num_bytes=len(raw), model=body.model, ignored=ignored)
+            role = _role(request, body.model)
+            asked = replace(asked, messages=messages, num_bytes=len(raw), model=body.model, ignored=ignored, role=role)
             assert asked.key
             return body, asked
 
@@ -243,7 +248,7 @@ class GatewayServer:
     async def _reward(self, request: web.Request, session: Session) -> web.StreamResponse:
         raw = await self._raw(request)
         body = await session.compute(lambda: json_body(raw, session.max_tokens), len(raw))
-        session.post_reward(body.get("reward"))
+        session.post_reward(body.get("reward"), body.get("by_role"))
         return web.json_response({"reward": session.posted_reward})
 
     async def _nothing(self, request: web.Request, session: Session) -> web.StreamResponse:
@@ -309,3 +314,12 @@ def _error(api: ModuleType, error: ApiError) -> web.Response:
     if error.status == 401:
         response.force_close()
     return response
+
+
+def _role(request: web.Request, model: str) -> str:
+    """The role that asks; raises ApiError if it is no name."""
+    name, _, after = model.partition(":")
+    role = request.headers.get(ROLE) or (after if name == MODEL else "")
+    if role and not _NAME.fullmatch(role):
+        raise refused(f"{ROLE}: {role[:40]!r} is no name of a role; use letters, digits, '.', '_' and '-', 64 at most")
+    return role

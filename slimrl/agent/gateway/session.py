@@ -74,6 +74,7 @@ class Session:
         self.replies: dict[str, Reply] = {}
         """Answers that later requests may refer to, by their ids"""
         self.posted_reward: float | None = None
+        self.posted_by_role: dict[str, float] = {}
         self.spent: BudgetSpent | None = None
         """Why a request was refused for a limit of the run"""
         self.refusal = ""
@@ -188,15 +189,19 @@ class Session:
             cause = f"{self._num_wrong} requests were refused, more than agent.gateway.max_refused: {most}"
             self.fault = (Status.failed, f"{cause}. The first: {self.refusal}")
 
-    def post_reward(self, value: Any) -> None:
-        """Raises ApiError: it is no finite number."""
-        try:
-            reward = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
-        except OverflowError:
-            reward = math.inf
-        if not math.isfinite(reward):
-            raise refused(f'write {{"reward": number}}; {str(value)[:40]} is no finite number of 64 bits')
-        self.posted_reward = reward
+    def post_reward(self, value: Any, by_role: Any) -> None:
+        """
+        Args:
+            by_role: rewards of roles, an object of numbers; None for none.
+
+        Raises:
+            ApiError: one is no finite number.
+        """
+        roles = by_role if by_role is not None else {}
+        if not isinstance(roles, dict):
+            raise refused(f"by_role: {str(roles)[:40]} is no object of numbers")
+        self.posted_by_role = {role: _posted(one) for role, one in roles.items()}
+        self.posted_reward = _posted(value)
 
     async def close(self, timeout_s: float) -> None:
         """End the requests that are under way, and admit no more."""
@@ -338,6 +343,7 @@ class Session:
             stop_text=min((one for one in request.stop if one in text), key=text.find, default=None),
             asked=asked,
             number=number,
+            role=request.role,
         )
 
     async def _generated(self, request: Any) -> GenerateResult:
@@ -372,3 +378,14 @@ class _Rate:
 def _free_numbers(taken: set[int], count: int) -> list[int]:
     """The smallest numbers that are not taken."""
     return [number for number in range(len(taken) + count) if number not in taken][:count]
+
+
+def _posted(value: Any) -> float:
+    """Raises ApiError: it is no finite number."""
+    try:
+        reward = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise refused(f'write {{"reward": number}}; {str(value)[:40]} is no finite number of 64 bits')
+    return reward
