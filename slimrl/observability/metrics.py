@@ -18,6 +18,7 @@ METRIC_NAMES = (
     "reward/mean",
     "reward/parts/<part>",
     "reward/source/<source>",
+    "reward/role/<role>",
     "reward/turns",
     "reward/timeouts",
     "reward/retries",
