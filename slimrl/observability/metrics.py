@@ -138,10 +138,11 @@ METRIC_NAMES = (
     "time/step_s",
 )
 """Names of all metrics. The recipe names a `<set>`, a `<source>`, a `<ladder>` and each `<k>`, the reward a `<part>`,
-an environment a `<metric>`; the latter two may hold slashes: `format/think`."""
+an environment a `<role>` and a `<metric>`; the latter three may hold slashes: `format/think`."""
 _NAMED = {
     "<set>": "[^/]+",
     "<source>": "[^/]+",
+    "<role>": ".+",
     "<ladder>": "[^/]+",
     "<k>": "[1-9][0-9]*",
     "<part>": ".+",
