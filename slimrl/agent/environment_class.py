@@ -45,6 +45,13 @@ def check_class(
         raise ValueError(f"{path}: cannot be made with {said}: {error}") from error
 
 
+def check_roles(path: str, make: Any, named: Iterable[str]) -> None:
+    """Raises ValueError: the class says its roles, in `ROLES`, and one that the recipe names is none of them."""
+    known = getattr(make, "ROLES", None)
+    if known is not None and (unknown := sorted(set(named) - set(known))):
+        raise ValueError(f"{path}: has no role {', '.join(unknown)}; it has {', '.join(known)}")
+
+
 def check_arguments(path: str, make: Any, arguments: Mapping[str, Any]) -> None:
     """Let the class's own `check`, if it has one, look at the recipe's arguments; raises ValueError."""
     check = getattr(make, "check", None)

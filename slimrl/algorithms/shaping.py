@@ -23,6 +23,7 @@ def shape_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig
         if trajectory.status is not Status.failed:
             penalty = overlong_penalty(trajectory.num_sampled_tokens, algorithm.overlong)
             trajectory.reward += penalty
+            trajectory.role_rewards = {role: own + penalty for role, own in trajectory.role_rewards.items()}
             trajectory.rewards[OVERLONG] = penalty
 
 
@@ -42,6 +43,7 @@ def apply_truncation_rule(trajectories: Sequence[Trajectory], rule: TruncationMo
         for trajectory in trajectories:
             if trajectory.status in (Status.truncated, Status.aborted):
                 trajectory.reward = min(0.0, trajectory.reward)
+                trajectory.role_rewards = {role: min(0.0, own) for role, own in trajectory.role_rewards.items()}
                 trajectory.turn_rewards = [min(0.0, reward) for reward in trajectory.turn_rewards]
 
 

@@ -121,9 +121,11 @@ class ScoredEpisodes:
         if trajectory.status is Status.failed:
             return
         if self._recipe.algorithm.credit.name is CreditName.gigpo and not trajectory.turn_states:
-            count = trajectory.metadata["num_prompt_messages"]
-            trajectory.turn_states = trajectory.metadata["environment"].get("states") or observed_states(
-                trajectory.messages, count, trajectory.num_turns
+            states = trajectory.metadata["environment"].get("states")
+            if not states and "roles" in trajectory.metadata:
+                raise ValueError("algorithm.credit.name gigpo needs a state_id in each observation of several roles")
+            trajectory.turn_states = states or observed_states(
+                trajectory.messages, trajectory.metadata["num_prompt_messages"], trajectory.num_turns
             )
         check_credit(trajectory, self._recipe.algorithm)
 

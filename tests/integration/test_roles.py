@@ -11,14 +11,22 @@ from scripted_episode import CHAT, END, TOKENIZER, played, runner_of
 from slimrl.agent.environment import Environment, Observation, Turn
 from slimrl.agent.roles.endpoint import Endpoint
 from slimrl.agent.roles.player import load_players
+from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.agent.tools import ToolBox
 from slimrl.algorithms.selection import select
-from slimrl.config.schema.agent import AgentConfig, PlayerConfig, RoleConfig
+from slimrl.algorithms.shaping import shape_rewards
+from slimrl.config.agent_rules import agent_violations
+from slimrl.config.schema.agent import AgentConfig, IsolationMode, PlayerConfig, RoleConfig
 from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.credit import OverlongConfig
+from slimrl.config.schema.data import TruncationMode
+from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import pack
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Status, Trajectory, from_json, to_json
 from slimrl.rewards.environment import role_returns
 from slimrl.rewards.scoring import Score, score
+from slimrl.rollout.task.environment import load_environment
 
 pytestmark = pytest.mark.integration
 
@@ -266,3 +274,37 @@ def test_a_role_that_is_not_trained_has_no_part_in_an_update():
         assert len(game.segments) == 2
     selection = select(games, AlgorithmConfig(), lambda group: True, step=1)
     assert [one.segments[0].role for one in selection.trajectories] == ["left", "left"]
+
+
+def test_a_rule_for_truncated_trajectories_holds_for_each_role():
+    game = scored("t", [3, 5, 8, 8], left=1.0, right=-1.0)
+    game.status = Status.truncated
+    overlong = OverlongConfig(max_tokens=2, buffer_tokens=1, penalty=0.5)
+    shape_rewards([game], AlgorithmConfig(truncated=TruncationMode.zero, overlong=overlong))
+    assert game.role_rewards == {"left": -0.5, "right": -1.5}
+
+
+class Named(Auction):
+    ROLES = ("left", "right")
+
+
+def test_a_role_that_an_environment_has_not_is_refused_before_the_start():
+    agent = AgentConfig(environment="integration.test_roles:Named", roles={"lefft": RoleConfig(train=False)})
+    with pytest.raises(ValueError, match="has no role lefft; it has left, right"):
+        load_environment(Recipe(agent=agent), ToolBox([]), SandboxPool(agent.sandbox))
+    agent.environment_isolation = IsolationMode.process
+    with pytest.raises(ValueError, match="has no role lefft; it has left, right"):
+        load_environment(Recipe(agent=agent), ToolBox([]), SandboxPool(agent.sandbox))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"players": {"policy": PlayerConfig(function="a:b")}, "environment": "a:B"}, "the model that is trained"),
+        ({"roles": {"left": RoleConfig(player="bald")}, "environment": "a:B"}, "'bald' is neither policy nor one of"),
+        ({"roles": {"left": RoleConfig()}}, "neither an agent.environment nor an agent behind the gateway"),
+        ({"players": {"bold": PlayerConfig(function="a:b")}}, "no agent.environment with roles"),
+    ],
+)
+def test_settings_of_roles_that_mean_nothing_are_refused(settings, said):
+    assert [message for _, message in agent_violations(Recipe(agent=AgentConfig(**settings))) if said in message]

@@ -3,19 +3,20 @@
 import importlib
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimrl.agent.environment_class import check_arguments, check_class
+from slimrl.agent.environment_class import check_arguments, check_class, check_roles
 from slimrl.agent.isolation.forking_server import BACKLOG, ForkingServer
 from slimrl.agent.isolation.supervisor import supervised
 
 
-def check(environment: str, arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError: there is no such class, a package that it needs is not here, or it refuses the arguments."""
-    _checked(environment, arguments)
+def check(environment: str, arguments: Mapping[str, Any], roles: Sequence[str]) -> None:
+    """Raises ValueError: there is no such class, a package that it needs is not here, it refuses the arguments, or has
+    not all of these roles."""
+    check_roles(environment, _checked(environment, arguments), roles)
 
 
 def serve(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,17 @@ class EnvironmentServer:
     def __call__(self) -> RemoteEnvironment:
         return RemoteEnvironment(EnvironmentProcess(self.socket, self._environment))
 
-    def check(self) -> None:
+    def check(self, roles: Iterable[str] = ()) -> None:
         """Import the class in the interpreter, and let it check its arguments.
 
+        Args:
+            roles: those that the recipe names.
+
         Raises:
-            ValueError: there is no such class, or it refuses the arguments.
+            ValueError: there is no such class, it refuses the arguments, or has not these roles.
         """
         try:
-            call_elsewhere(self._python, f"{_FUNCTIONS}:check", self._job, READY_S)
+            call_elsewhere(self._python, f"{_FUNCTIONS}:check", {**self._job, "roles": list(roles)}, READY_S)
         except OSError as error:
             raise ValueError(f"{self._python} does not start: {error}") from error
 

@@ -23,6 +23,9 @@ class OpenSpiel:
             open.
     """
 
+    ROLES = ("player_0", "player_1")
+    """The roles that a recipe can name"""
+
     def __init__(self, illegal_moves: int = 0, measure_optimal: bool = False) -> None:
         self._patience, self._measures = illegal_moves, measure_optimal
         self._metrics: dict[str, float] = {"moves": 0.0, "illegal": 0.0}

@@ -9,7 +9,7 @@ from pathlib import Path
 from slimrl.agent.chat.chat_format import CallName, ChatFormat, tool_results
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.environment import MakeEnvironment
-from slimrl.agent.environment_class import check_arguments, check_class
+from slimrl.agent.environment_class import check_arguments, check_class, check_roles
 from slimrl.agent.episode import EpisodeLoop, run_turns
 from slimrl.agent.gateway.agents import Agent, FunctionAgent
 from slimrl.agent.gateway.command_agent import CommandAgent
@@ -45,6 +45,7 @@ def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> Ma
     in_loop = agent.environment_isolation is IsolationMode.loop
     check_class(agent.environment, make, agent.environment_args, supplied=supplied, asynchronous=in_loop)
     check_arguments(agent.environment, make, agent.environment_args)
+    check_roles(agent.environment, make, agent.roles)
     make_one = partial(make, **{**supplied, **agent.environment_args})
     return make_one if in_loop else partial(ThreadEnvironment, make_one)
 
@@ -53,7 +54,7 @@ def _in_processes(agent: AgentConfig) -> EnvironmentServer:
     in_venv = agent.environment_isolation is IsolationMode.venv
     python = _venv_python(agent.environment_venv) if in_venv else Path(sys.executable)
     server = EnvironmentServer(python, agent.environment, agent.environment_args, agent.close_timeout_s)
-    server.check()
+    server.check(agent.roles)
     return server
 
 
