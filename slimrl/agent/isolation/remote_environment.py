@@ -1,6 +1,7 @@
 """An environment in a process of its own, through OpenEnv's protocol over a Unix socket."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -59,7 +60,9 @@ class RemoteEnvironment:
         self._answered = False
         method = "start" if kind == "reset" else kind
         try:
-            await self._socket.send_json({"type": kind, "data": data})
+            # One that has ended since its last answer takes nothing more, but has left word why.
+            with suppress(ConnectionResetError):
+                await self._socket.send_json({"type": kind, "data": data})
             message = await self._socket.receive()
         except (ClientError, OSError) as error:
             raise EnvironmentFailure(f"{self._name}: {method}: its process is gone: {error}") from error
