@@ -165,9 +165,9 @@ def train_with_a_death(
     return killed.pid
 
 
-@needs_namespaces
 @pytest.mark.parametrize(
-    "name", ["bfcl", *(pytest.param(name, marks=pytest.mark.full) for name in CASES if name != "bfcl")]
+    "name",
+    ["bfcl", *(pytest.param(name, marks=[pytest.mark.full, needs_namespaces]) for name in CASES if name != "bfcl")],
 )
 def test_a_killed_environment_costs_its_own_trajectory(name: str, model: Path, temporary_files: Path, tmp_path: Path):
     settings = [*settings_of(name, model, tmp_path / "runs"), *make_data(name, tmp_path / "data")]
