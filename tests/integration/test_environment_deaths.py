@@ -52,7 +52,7 @@ def shells(run: CliRun) -> list[psutil.Process]:
 class Case:
     recipe: str
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the environment's data"""
+    """Options of the environment's data"""
     settings: tuple[str, ...] = ()
     processes: Callable[[CliRun], list[psutil.Process]] = forked
     """One of each episode, the oldest first"""
