@@ -126,6 +126,7 @@ def settings_of(name: str, model: Path, runs: Path) -> list[str]:
         f"rollout.prompts_per_step={PROMPTS}",
         f"rollout.samples_per_prompt={SAMPLES}",
         f"rollout.max_failed_fraction={1 / EPISODES}",
+        f"rollout.max_concurrency_per_engine={EPISODES}",
         "rollout.max_trajectory_tokens=1536",
         "rollout.sampling.max_new_tokens=64",
         # The task's own reward is beyond a random model.
