@@ -54,6 +54,9 @@ class Observation:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures that become the metrics `env/<name>`; a later value of a name replaces an earlier one of the
     trajectory."""
+    image: bytes | None = None
+    """A PNG that shows the state to people: it is kept with the conversations of `tracking.trajectories_per_step`. The
+    policy does not see it."""
     tool_errors: Sequence[str] = ()
     """Names of the tools whose calls in the turn were answered with an error, one for each such call"""
 
@@ -76,6 +79,22 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Free what the instance holds; called once, however the episode ended."""
+        ...
+
+
+class CopyingEnvironment(Environment, Protocol):
+    """An environment that copies itself, as a search over an agent's steps wants it. Others are copied by a new
+    instance that takes the same turns again (`EnvironmentHost.branch`), which must lead to the same states."""
+
+    async def copy(self, *, scratch: dict[str, Any]) -> Environment | None:
+        """Another instance in the same state, from which nothing that is done to either can be seen in the other.
+
+        Args:
+            scratch: of the copy, with the same values as that of this one.
+
+        Returns:
+            The copy, which is closed as others are; None if it cannot be made now, so that the turns are taken again.
+        """
         ...
 
 

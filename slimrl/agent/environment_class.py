@@ -8,8 +8,11 @@ METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "start": (("prompt",), ("seed", "scratch")),
     "step": (("turn",), ()),
     "close": ((), ()),
+    "copy": ((), ("scratch",)),
 }
 """Arguments of each method of an environment, by place and by name."""
+OPTIONAL = ("copy",)
+"""Methods that an environment need not have"""
 
 
 def check_class(
@@ -32,6 +35,8 @@ def check_class(
     """
     if isinstance(make, type):
         for name, (places, names) in METHODS.items():
+            if name in OPTIONAL and not hasattr(make, name):
+                continue
             _check_method(path, make, name, places, names, asynchronous=asynchronous)
     try:
         inspect.signature(make).bind(**dict.fromkeys(supplied), **arguments)

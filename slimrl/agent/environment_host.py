@@ -2,9 +2,13 @@
 
 An environment that cannot start is closed and replaced by a new instance, `agent.start_retries` times. Its code is the
 task's own and may raise anything: what it raises becomes an EnvironmentFailure, which fails the trajectory.
+
+`branch` gives a second host in the same state: of the environment's own copy, or of a new instance that has taken the
+same turns, which must have led to the same states.
 """
 
 import asyncio
+import copy
 import logging
 import math
 import time
@@ -22,6 +26,9 @@ from slimrl.config.schema.agent import AgentConfig
 from slimrl.data.prompt import Prompt
 
 log = logging.getLogger(__name__)
+
+PNG = b"\x89PNG\r\n\x1a\n"
+"""The first bytes of every PNG (ISO/IEC 15948)"""
 
 
 @dataclass(kw_only=True)
@@ -49,15 +56,25 @@ class EnvironmentHost:
         # Each call of a tool has a deadline of its own.
         self._step_timeout_s = agent.step_timeout_s if agent.environment else None
         self._environment: Environment | None = None
+        self._begun: _Begun | None = None
+        """How the environment was started"""
+        self._scratch: dict[str, Any] = {}
+        self._turns: list[Turn] = []
+        self._observations: list[Observation] = []
+        """The start, and what each turn led to"""
         self._rewards: list[float | None] = []
         self._states: list[str | None] = []
         self.report = EnvironmentReport()
+        self.images: dict[int, bytes] = {}
+        """PNGs of the states, by the number of the turn that follows"""
         self.measured = dict.fromkeys(("start_s", "step_s", "close_s"), 0.0)
         """Seconds of all attempts to start, of all steps, and of the close; what tools add"""
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises EnvironmentFailure: it could not start, retries included."""
         begun = time.monotonic()
+        self._begun = _Begun(prompt=prompt, seed=seed, scratch=copy.deepcopy(scratch))
+        self._scratch = scratch
         try:
             first = await self._started(lambda made: made.start(prompt, seed=seed, scratch=scratch), scratch)
         finally:
@@ -65,6 +82,7 @@ class EnvironmentHost:
         if not first.messages:
             raise EnvironmentFailure(f"{self._name}: start gave no messages, so the policy has nothing to answer")
         self._states.append(first.state_id)
+        self._observations.append(first)
         self._keep(first)
         return first
 
@@ -102,7 +120,47 @@ class EnvironmentHost:
         self._rewards.append(None if observation.reward is None else self._number(observation.reward, "reward"))
         self._states.append(observation.state_id)
         self._keep(observation)
+        self._turns.append(turn)
+        self._observations.append(observation)
         return observation
+
+    async def branch(self) -> tuple["EnvironmentHost", dict[str, Any]]:
+        """Another host whose environment is in the same state, and its scratch.
+
+        Raises:
+            EnvironmentFailure: the environment raised, or the same turns led to another state.
+        """
+        assert self._environment is not None
+        scratch = copy.deepcopy(self._scratch)
+        made = None
+        if hasattr(self._environment, "copy"):
+            make_copy = partial(self._environment.copy, scratch=scratch)
+            made = await self._within("copy", make_copy, self._agent.start_timeout_s)
+        if made is None:
+            return await self._replayed()
+        other = EnvironmentHost(self._make, self._agent)
+        other._environment, other._scratch = made, scratch
+        other._begun, other._turns, other._observations = self._begun, [*self._turns], [*self._observations]
+        other._rewards, other._states, other.report = [*self._rewards], [*self._states], copy.deepcopy(self.report)
+        other.images = dict(self.images)
+        return other, scratch
+
+    async def _replayed(self) -> tuple["EnvironmentHost", dict[str, Any]]:
+        assert self._begun is not None
+        other, scratch = EnvironmentHost(self._make, self._agent), copy.deepcopy(self._begun.scratch)
+        try:
+            seen = [await other.start(self._begun.prompt, seed=self._begun.seed, scratch=scratch)]
+            seen += [await other.step(turn) for turn in self._turns]
+            for number, (first, again) in enumerate(zip(self._observations, seen, strict=True)):
+                if not _alike(first, again):
+                    raise EnvironmentFailure(
+                        f"{self._name} cannot be copied: it has no `copy`, and the same {number} turns of the policy "
+                        "led to another state"
+                    )
+        except BaseException:
+            await other.close()
+            raise
+        return other, scratch
 
     async def close(self) -> None:
         """Close the environment, if there is one. What goes wrong is logged: the trajectory is over."""
@@ -131,6 +189,8 @@ class EnvironmentHost:
     def _keep(self, observation: Observation) -> None:
         if not isinstance(observation.metrics, Mapping):
             raise EnvironmentFailure(f"{self._name}: metrics are {observation.metrics!r}, not a dict")
+        if observation.image is not None:
+            self.images[len(self._states) - 1] = observation.image
         for name, value in observation.metrics.items():
             self.report.metrics[str(name)] = self._number(value, f"metrics[{name!r}]")
 
@@ -154,6 +214,9 @@ class EnvironmentHost:
 
     def _check(self, name: str, observation: Observation) -> None:
         """Raises EnvironmentFailure if a field is of another type, which would end the run where it is read."""
+        image = observation.image
+        if image is not None and not (isinstance(image, bytes) and image.startswith(PNG)):
+            raise EnvironmentFailure(f"{self._name}: {name}: image must be the bytes of a PNG")
         for field_name, fits, wanted in (
             ("messages", _is_message, 'a list of {"role": ..., "content": text}'),
             ("tools", _is_schema, "a list of JSON schemas of functions"),
@@ -186,6 +249,20 @@ class EnvironmentHost:
             return call()
         except (Exception, SystemExit) as error:
             raise EnvironmentFailure(f"{self._name}: {name} raised {error!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    prompt: Prompt
+    seed: int
+    scratch: dict[str, Any]
+
+
+def _alike(one: Observation, other: Observation) -> bool:
+    """Whether two observations are of the same state, or tell the policy the same where no state is given."""
+    if one.state_id is None or other.state_id is None:
+        return list(one.messages) == list(other.messages)
+    return one.state_id == other.state_id
 
 
 def _is_message(value: Any) -> bool:

@@ -278,7 +278,7 @@ def _complete(trajectory: Trajectory, conversation: Conversation | None, host: E
         if conversation.num_compactions:
             counts["num_compactions"] = conversation.num_compactions
         counts |= {key: count for key, count in conversation.engine_counts.items() if count}
-    trajectory.measured = host.measured
+    trajectory.measured, trajectory.images = host.measured, host.images
     trajectory.metadata = {**counts, **trajectory.metadata, "environment": host.finished_report(num_turns).to_json()}
 
 

@@ -126,6 +126,8 @@ class Trajectory:
     """Measurements that depend on the clock, and are not part of the file format, so that a deterministic run repeats
     its files: seconds of the environment (`start_s`, `step_s`, `close_s`), `tool_cache_hit_fraction`, `started_at` and
     `ended_at`."""
+    images: dict[int, bytes] = field(default_factory=dict)
+    """PNGs of the environment's states, by the number of the turn that follows; not part of the file format"""
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +155,7 @@ _ARRAYS = tuple(one.name for one in fields(Segment))
 _OPTIONAL = ("routed_experts", "teacher_logprobs")
 """Arrays of a segment that may be null."""
 
-_NOT_IN_FILES = ("scratch", "measured")
+_NOT_IN_FILES = ("scratch", "measured", "images")
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:

@@ -29,7 +29,8 @@ def readable(trajectory: Trajectory) -> dict[str, Any]:
 
 def write_samples(path: Path, trajectories: Iterable[Trajectory], prompts: Mapping[str, Prompt], limit: int) -> None:
     """Write the first trajectory of each of the first `limit` groups and its prompt's label, one JSON object per line;
-    makes the folder.
+    makes the folder. What an environment showed of its states becomes files in a folder beside it, which `images` names
+    by the number of the turn that follows.
 
     Args:
         prompts: the groups' prompts, by their ids.
@@ -38,7 +39,13 @@ def write_samples(path: Path, trajectories: Iterable[Trajectory], prompts: Mappi
     for trajectory in trajectories:
         if len(chosen) < limit:
             chosen.setdefault(trajectory.group_id, trajectory)
-    _write(path, [readable(one) | {"label": prompts[group].label} for group, one in chosen.items()])
+    _write(
+        path,
+        [
+            readable(one) | {"label": prompts[group].label} | _write_images(path.with_suffix(""), number, one)
+            for number, (group, one) in enumerate(chosen.items())
+        ],
+    )
 
 
 def write_failed(path: Path, failed: Sequence[Trajectory], limit: int) -> None:
@@ -49,6 +56,16 @@ def write_failed(path: Path, failed: Sequence[Trajectory], limit: int) -> None:
     of_causes = list(first.values())
     chosen = [*of_causes, *(one for one in failed if one not in of_causes)][:limit]
     _write(path, map(readable, chosen))
+
+
+def _write_images(folder: Path, line: int, trajectory: Trajectory) -> dict[str, Any]:
+    names = {}
+    for turn, image in sorted(trajectory.images.items()):
+        file = folder / f"{line}_{turn}.png"
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(image)
+        names[turn] = f"{folder.name}/{file.name}"
+    return {"images": names} if names else {}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

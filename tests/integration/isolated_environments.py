@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 from slimrl.agent.environment import Observation, Turn
 from slimrl.data.prompt import Prompt
@@ -51,6 +52,51 @@ class Counter:
     def close(self) -> None:
         if folder := os.environ.get("SLIMRL_TEST_CLOSED"):
             open(f"{folder}/{os.getpid()}", "w").close()
+
+
+class CopyingCounter(Counter):
+    """One that copies itself, and once it is told so cannot any more."""
+
+    def copy(self, *, scratch: dict) -> "CopyingCounter | None":
+        if self._count == 99:
+            return None
+        other = type(self)(self._step_by)
+        other._count, other._thread, other._scratch = self._count, self._thread, scratch
+        return other
+
+    def step(self, turn: Turn) -> Observation:
+        if turn.text == "99":
+            self._count = 99 - self._step_by
+        return super().step(turn)
+
+
+class AsyncCopyingCounter(CopyingCounter):
+    async def start(self, prompt: Prompt, *, seed: int, scratch: dict) -> Observation:
+        return super().start(prompt, seed=seed, scratch=scratch)
+
+    async def step(self, turn: Turn) -> Observation:
+        return super().step(turn)
+
+    async def copy(self, *, scratch: dict) -> "CopyingCounter | None":
+        return super().copy(scratch=scratch)
+
+    async def close(self) -> None:
+        super().close()
+
+
+class Drawing(Counter):
+    """Shows what it is told to."""
+
+    def step(self, turn: Turn) -> Observation:
+        image = b"JFIF" if turn.text == "a photograph" else b"\x89PNG\r\n\x1a\n..."
+        return replace(super().step(turn), image=image)
+
+
+class Clock(Counter):
+    """One whose state is never the same again."""
+
+    def start(self, prompt: Prompt, *, seed: int, scratch: dict) -> Observation:
+        return super().start(prompt, seed=time.monotonic_ns(), scratch=scratch)
 
 
 class AsyncCounter(Counter):

@@ -1,13 +1,17 @@
 """Environments of Gymnasium, the real ones, played by policies that are lists of texts."""
 
 import asyncio
+import io
 import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import gymnasium
+import numpy as np
 import pytest
+from PIL import Image
 from scripted_episode import END, PROMPT, played, runner_of, told
 
 from slimrl.agent.adapters.gymnasium import GymnasiumEnvironment
@@ -51,6 +55,36 @@ def test_a_lake_is_crossed():
     assert first == "Begin.\n\n\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
     assert later[0] == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\n"
     assert len(set(trajectory.metadata["environment"]["states"])) == 6
+
+
+class Colours(gymnasium.Env):
+    """Draws a number of its steps as the red of all pixels."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
+    action_space = observation_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.render_mode, self.steps = render_mode, 0
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        self.steps += 1
+        return 0, 0.0, self.steps == 2, False, {}
+
+    def render(self):
+        return np.full((3, 4, 3), (50 * self.steps, 0, 0), np.uint8)
+
+
+def test_what_an_environment_draws_is_kept_for_each_turn_and_not_shown_to_the_policy():
+    gymnasium.register("Colours-v0", Colours)
+    trajectory = episode({"id": "Colours-v0", "make": {"render_mode": "rgb_array"}}, *turns("1", "1"))
+    images = {turn: Image.open(io.BytesIO(image)) for turn, image in trajectory.images.items()}
+    assert {turn: (image.size, image.getpixel((3, 2))) for turn, image in images.items()} == {
+        turn: ((4, 3), (50 * turn, 0, 0)) for turn in range(3)
+    }
+    assert told(trajectory, "user") == ["Begin.\n\n0", "0"]
 
 
 def test_an_action_that_is_none_is_answered_and_takes_no_step():

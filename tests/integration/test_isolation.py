@@ -130,7 +130,7 @@ async def test_an_environment_that_is_killed_between_two_turns_says_so_at_the_ne
         await environment.start(PROMPT, seed=0, scratch={})
         (child,) = children(process._process.pid)
         os.kill(child, signal.SIGKILL)
-        await until(lambda: environment._socket._writer.transport.is_closing())
+        await until(lambda: environment._process._socket._writer.transport.is_closing())
         with pytest.raises(EnvironmentFailure, match=f"step: its process {child} was ended by SIGKILL"):
             await environment.step(turn("go on"))
         await environment.close()

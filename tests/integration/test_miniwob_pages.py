@@ -1,6 +1,7 @@
 """Tasks of MiniWoB++ in chromium: verdicts, what the policy cannot do, and what is left behind."""
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 from venvs import environment_python, run_in
 
 from slimrl.agent.environment import EnvironmentFailure, Turn
@@ -71,9 +73,21 @@ def prompt(task: str, seed: int) -> Prompt:
     return Prompt(prompt_id=f"{task}:{seed}", messages=asked, label=None, metadata={"task": task, "seed": seed})
 
 
-def server(view: str) -> EnvironmentServer:
+def server(view: str, **arguments) -> EnvironmentServer:
     python = environment_python("miniwob")
-    return EnvironmentServer(python, entry_of("miniwob").environment, {"view": view}, 10.0)
+    return EnvironmentServer(python, entry_of("miniwob").environment, {"view": view, **arguments}, 10.0)
+
+
+def test_a_screenshot_of_each_state_is_shown_to_those_who_ask():
+    made = server("set_of_marks", screenshots=True)
+    asked = prompt("login-user", 0)
+    try:
+        played = asyncio.run(play(made, asked, Solver(asked, 0), seed=0, max_turns=9))
+    finally:
+        made.close()
+    images = [Image.open(io.BytesIO(observation.image)) for observation in played.observations]
+    assert {image.size for image in images} == {(332, 214)}
+    assert len({image.tobytes() for image in images}) >= 3, "what is filled in can be seen"
 
 
 def chromium_of(pid: int) -> list[psutil.Process]:

@@ -18,6 +18,7 @@ INTEGRATION = {
         "test_sandboxes.py",
         "test_session_files.py",
         "test_isolation.py",
+        "test_environment_copies.py",
         "test_rollout.py",
         "test_run_quickstart.py",
     ],

@@ -233,6 +233,24 @@ def test_samples_are_one_trajectory_per_group_and_readable(tmp_path):
     assert (rows[0]["num_tokens"], rows[0]["num_sampled_tokens"]) == (3, 2)
 
 
+def test_images_of_the_samples_are_files_that_their_lines_name(tmp_path):
+    shown = [trajectory(group, 0) for group in "abc"]
+    for number, one in enumerate(shown):
+        one.trajectory_id, one.images = "../out", {0: b"start", number + 1: b"then"}
+    write_samples(tmp_path / "trajectories" / "step_1.jsonl", shown, prompts_of("abc"), limit=2)
+    rows = [json.loads(line) for line in (tmp_path / "trajectories" / "step_1.jsonl").read_text().splitlines()]
+    assert [row["images"] for row in rows] == [
+        {"0": "step_1/0_0.png", "1": "step_1/0_1.png"},
+        {"0": "step_1/1_0.png", "2": "step_1/1_2.png"},
+    ]
+    files = {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*.png")}
+    assert files == {
+        f"trajectories/{name}": b"start" if turn == "0" else b"then"
+        for row in rows
+        for turn, name in row["images"].items()
+    }
+
+
 def test_each_line_of_the_samples_is_made_visible_once(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(samples, "visible", lambda text: seen.append(text) or text)

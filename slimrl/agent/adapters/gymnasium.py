@@ -5,9 +5,12 @@ in a thread.
 """
 
 import functools
+import io
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from slimrl.agent.adapters.first_observation import first_observation, reset_seed, user
 from slimrl.agent.environment import Observation, Turn
@@ -28,7 +31,8 @@ class GymnasiumEnvironment:
 
     Args:
         id: of the environment, as `gymnasium.make` takes it.
-        make: further arguments of `gymnasium.make`, such as `max_episode_steps` or `render_mode`.
+        make: further arguments of `gymnasium.make`, such as `max_episode_steps` or `render_mode`. With `render_mode:
+            rgb_array` each state is kept as an image for those who read the conversations.
         actions: names of the actions of a Discrete space, the lowest first; empty for their numbers.
         render: import path of a function (observation, env) -> text. Without it a text is shown as it is, anything else
             as `env.render()` draws it with `render_mode: ansi`, coloured parts in brackets, or as `str` writes it.
@@ -49,6 +53,8 @@ class GymnasiumEnvironment:
         self._env: Env | None = None
         self._shown = self._state = ""
         """The last observation as text, and the state that it came from"""
+        self._image: bytes | None = None
+        """The same as a PNG, if the environment draws it"""
         self._counts = {"steps": 0, "invalid_actions": 0}
 
     @classmethod
@@ -66,7 +72,7 @@ class GymnasiumEnvironment:
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         self._thread = OwnThread()
         text = await self._thread.run(functools.partial(self._reset, prompt, seed))
-        return first_observation(prompt, text, state_id=self._state)
+        return first_observation(prompt, text, state_id=self._state, image=self._image)
 
     async def step(self, turn: Turn) -> Observation:
         assert self._thread is not None
@@ -116,6 +122,8 @@ class GymnasiumEnvironment:
         assert self._env is not None
         self._shown = self._render(observation, self._env)
         self._state = self._shown if self._state_of is None else self._state_of(observation, self._env)
+        if self._env.render_mode == "rgb_array":
+            self._image = _png(self._env.render())
 
     def _step(self, text: str) -> Observation:
         assert self._env is not None
@@ -140,8 +148,19 @@ class GymnasiumEnvironment:
             done=bool(terminated),
             truncated=bool(truncated and not terminated),
             state_id=self._state,
+            image=self._image,
             metrics=dict(self._counts),
         )
+
+
+def _png(pixels: Any) -> bytes:
+    """
+    Args:
+        pixels: uint8 [height, width, 3].
+    """
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, "PNG")
+    return written.getvalue()
 
 
 def _text(observation: Any, env: "Env") -> str:

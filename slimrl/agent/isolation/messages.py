@@ -1,5 +1,6 @@
 """Turns and observations as JSON, for environments in other processes. Needs the standard library alone."""
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,9 @@ def read_turn(data: Mapping[str, Any]) -> Turn:
 
 def observation_json(observation: Observation) -> dict[str, Any]:
     """The fields that the protocol has no place of its own for: all but `reward` and `done`."""
-    return {name: value for name, value in vars(observation).items() if name not in ("reward", "done")}
+    values = {name: value for name, value in vars(observation).items() if name not in ("reward", "done")}
+    image = observation.image
+    return {**values, "image": None if image is None else base64.b64encode(image).decode()}
 
 
 def read_observation(data: Mapping[str, Any]) -> Observation:
@@ -22,4 +25,7 @@ def read_observation(data: Mapping[str, Any]) -> Observation:
     Args:
         data: of the server's answer: `observation`, `reward` and `done`.
     """
-    return Observation(**data["observation"], reward=data["reward"], done=data["done"])
+    values = dict(data["observation"])
+    image = values.pop("image")
+    image = None if image is None else base64.b64decode(image)
+    return Observation(**values, image=image, reward=data["reward"], done=data["done"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.environment import EnvironmentFailure
+from slimrl.agent.isolation.environment_process import EnvironmentProcess
 from slimrl.agent.isolation.interpreter import OtherInterpreter, call_elsewhere
 from slimrl.agent.isolation.remote_environment import RemoteEnvironment
 
@@ -38,7 +39,7 @@ class EnvironmentServer:
         """The start that is under way: a trajectory that gives up waiting does not end it for the others"""
 
     def __call__(self) -> RemoteEnvironment:
-        return RemoteEnvironment(self.socket, self._environment)
+        return RemoteEnvironment(EnvironmentProcess(self.socket, self._environment))
 
     def check(self) -> None:
         """Import the class in the interpreter, and let it check its arguments.

@@ -1,11 +1,11 @@
-"""An environment in a thread of its own, for what is bound to the thread that made it."""
+"""An environment in a thread of its own, for what is bound to the thread that made it; its copies are in it too."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from slimrl.agent.environment import Observation, Turn
-from slimrl.agent.isolation.instance import Instance
+from slimrl.agent.isolation.instances import Instances
 from slimrl.base.threads import OwnThread
 from slimrl.data.prompt import Prompt
 
@@ -17,16 +17,27 @@ class ThreadEnvironment:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._instance, self._thread = Instance(make), OwnThread()
+        self._instances, self._thread, self._number = Instances(make), OwnThread(), 0
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
-        return await self._thread.run(partial(self._instance.start, prompt, seed=seed, scratch=scratch))
+        return await self._thread.run(partial(self._instances.start, prompt, seed=seed, scratch=scratch))
 
     async def step(self, turn: Turn) -> Observation:
-        return await self._thread.run(partial(self._instance.step, turn))
+        return await self._thread.run(partial(self._instances.step, self._number, turn))
+
+    async def copy(self, *, scratch: dict[str, Any]) -> Self | None:
+        number = await self._thread.run(partial(self._instances.copy, self._number, scratch=scratch))
+        return None if number is None else self._other(number)
 
     async def close(self) -> None:
+        was_last = True
         try:
-            await self._thread.run(self._instance.close)
+            was_last = await self._thread.run(partial(self._instances.close, self._number))
         finally:
-            self._thread.end()
+            if was_last:
+                self._thread.end()
+
+    def _other(self, number: int) -> Self:
+        other = type(self).__new__(type(self))
+        other._instances, other._thread, other._number = self._instances, self._thread, number
+        return other

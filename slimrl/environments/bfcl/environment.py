@@ -6,7 +6,8 @@
 4. More than `max_steps` steps in one user turn end the episode, and the entry has failed.
 """
 
-from typing import Any, Literal, get_args
+import copy
+from typing import Any, Literal, Self, get_args
 
 from slimrl.agent.environment import UNKNOWN_TOOL, Observation, Turn, answers
 from slimrl.agent.tool_call import MalformedCall, ToolCall
@@ -74,6 +75,9 @@ class BfclEnvironment:
             call.name or UNKNOWN_TOOL for call, result in zip(turn.calls, results, strict=True) if is_error(result)
         ]
         return Observation(messages=answers(turn, results), state_id=self._state_id(), reward=0.0, tool_errors=failed)
+
+    def copy(self, *, scratch: dict[str, Any]) -> Self:
+        return copy.deepcopy(self)
 
     def close(self) -> None:
         """Nothing is held but objects of Python."""

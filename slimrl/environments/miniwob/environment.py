@@ -49,13 +49,14 @@ class MiniwobEnvironment:
     """
     Args:
         view: `axtree` or `set_of_marks`, see View.
+        screenshots: show each state as an image to those who read the conversations.
     """
 
     _shared: ClassVar[Chromium | None] = None
     """The chromium of all instances of this process and its children"""
 
-    def __init__(self, view: str = "axtree") -> None:
-        self._view = View(view)
+    def __init__(self, view: str = "axtree", screenshots: bool = False) -> None:
+        self._view, self._screenshots = View(view), screenshots
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
         self._context: BrowserContext | None = None
@@ -63,14 +64,16 @@ class MiniwobEnvironment:
         self._invalid_actions = 0
 
     @classmethod
-    def check(cls, view: str = "axtree") -> None:
-        """Raises ValueError: there is no such view, or no chromium."""
+    def check(cls, view: str = "axtree", screenshots: bool = False) -> None:
+        """Raises ValueError: an argument is of another kind, or there is no chromium."""
         if view not in list(View):
             raise ValueError(f"view: {view!r} is neither axtree nor set_of_marks")
+        if not isinstance(screenshots, bool):
+            raise ValueError(f"screenshots: {screenshots!r} is not a bool")
         find_chromium()
 
     @classmethod
-    def share(cls, view: str = "axtree") -> None:
+    def share(cls, view: str = "axtree", screenshots: bool = False) -> None:
         """Start the chromium that all instances use, out of reach of all other processes; it ends with this one."""
         leave_network()
         cls._shared = Chromium()
@@ -90,7 +93,7 @@ class MiniwobEnvironment:
         *others, last = prompt.messages
         self._look()
         said = f"{last['content']}\n\nGoal: {self._goal}\n{self._shown.text}".strip()
-        return Observation(messages=[*others, {**last, "content": said}], state_id=self._state())
+        return Observation(messages=[*others, {**last, "content": said}], state_id=self._state(), image=self._image())
 
     def step(self, turn: Turn) -> Observation:
         problem = ""
@@ -110,6 +113,7 @@ class MiniwobEnvironment:
             reward=reward,
             done=done,
             state_id=self._state(),
+            image=self._image(),
             metrics={"success": reward, "invalid_actions": self._invalid_actions},
         )
 
@@ -157,6 +161,9 @@ class MiniwobEnvironment:
         facts = self._task._get_info()
         done = bool(facts["DONE_GLOBAL"])
         return float(done and facts["RAW_REWARD_GLOBAL"] > 0), done
+
+    def _image(self) -> bytes | None:
+        return self._page.screenshot(timeout=BROWSER_MS) if self._screenshots else None
 
     def _state(self) -> str:
         said = f"{self._goal}\n{self._page.evaluate(STATE)}"

@@ -1,8 +1,9 @@
 """A game of TextWorld (arXiv:1806.11532) as an environment; `data.py` makes the games."""
 
+import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import textworld
 from textworld.generator.data import KnowledgeBase
@@ -70,6 +71,11 @@ class TextWorld(TextGame):
         if not self._brief:
             text += f"\n\n{_tidy(self._state.description)}"
         return self._begin(prompt, text, self._state.max_score)
+
+    def copy(self, *, scratch: dict[str, Any]) -> Self:
+        other = copy.copy(self)
+        other._game, other._state = self._game.copy(), self._state.copy()
+        return other
 
     def close(self) -> None:
         if self._game is not None:
