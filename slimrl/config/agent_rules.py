@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from slimrl.config.package_fields import tool_call_parsers
@@ -20,6 +21,8 @@ TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31", "deepseek_v32")
 """Published prompts that tell a model its tools (slimrl/agent/chat/tool_prompts.py)"""
 HARMONY = "harmony"
 """slimrl's own parser, of gpt-oss's calls"""
+SEARCH_TOOL = "slimrl.agent.search:search"
+"""Import path of the tool whose dense retriever needs an index (slimrl/agent/retrieval/corpus_index.py)"""
 TOOL_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 
 
@@ -95,9 +98,22 @@ def _role_violations(agent: AgentConfig) -> Iterator[Violation]:
 
 
 def agent_file_violations(recipe: Recipe) -> Iterator[Violation]:
-    """What an agent behind the gateway needs and this machine lacks; reads the file system."""
+    """What an agent behind the gateway or a dense retriever needs and this machine lacks; reads the file system."""
     if recipe.agent.uses_gateway:
         yield from gateway_file_violations(recipe.agent)
+    yield from _index_violations(recipe.agent)
+
+
+def _index_violations(agent: AgentConfig) -> Iterator[Violation]:
+    """The index of vectors, which the first search would miss."""
+    tools = [*agent.tools, *(path for subagent in agent.subagents.values() for path in subagent.tools)]
+    corpus = agent.tool_args.get("corpus")
+    if SEARCH_TOOL not in tools or agent.tool_args.get("retriever") != "dense" or not isinstance(corpus, str):
+        return
+    if not Path(f"{corpus}.index", "dense", "index.json").is_file():
+        encoder = agent.tool_args.get("encoder", "FOLDER")
+        make = f"slimrl-tools search-index {corpus} --encoder {encoder}"
+        yield "agent.tool_args.corpus", f"{corpus}: has no index of vectors. Make it: {make}"
 
 
 def agent_warnings(recipe: Recipe) -> Iterator[Violation]:
@@ -143,6 +159,8 @@ SANDBOX_TOOLS = "slimrl.agent.sandbox.tools:"
 """Start of the import paths of tools that run code in the sandbox"""
 SESSION_TOOLS = (f"{SANDBOX_TOOLS}python_session", f"{SANDBOX_TOOLS}shell")
 """Import paths of the sandbox tools that keep a session for each trajectory"""
+SESSION_ENVIRONMENTS = ("slimrl.environments.software_repair.environment:SoftwareRepair",)
+"""Import paths of the environments that do"""
 WITHOUT_SESSIONS = (SandboxBackend.subprocess, SandboxBackend.remote)
 
 
@@ -150,6 +168,7 @@ def sandbox_violations(recipe: Recipe) -> Iterator[Violation]:
     """Tools whose answers come too late, sessions that no backend or no place is for, and an address that is none."""
     sandbox, timeout_s = recipe.agent.sandbox, recipe.rollout.tool_timeout_s
     with_sessions = [path for path in recipe.agent.tools if path in SESSION_TOOLS]
+    with_sessions += [path for path in SESSION_ENVIRONMENTS if path == recipe.agent.environment]
     num_sessions = len(with_sessions) * recipe.rollout.max_concurrency_per_engine * recipe.rollout.most_engines
     if with_sessions and sandbox.backend in WITHOUT_SESSIONS:
         yield "agent.sandbox.backend", f"{sandbox.backend.value} has no sessions, which {with_sessions[0]} needs."

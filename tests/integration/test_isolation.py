@@ -124,6 +124,18 @@ async def test_an_environment_that_dies_costs_its_own_trajectory(text, said):
         await other.close()
 
 
+async def test_an_environment_that_is_killed_between_two_turns_says_so_at_the_next_one():
+    async with running(server()) as process:
+        environment = process()
+        await environment.start(PROMPT, seed=0, scratch={})
+        (child,) = children(process._process.pid)
+        os.kill(child, signal.SIGKILL)
+        await until(lambda: environment._process._socket._writer.transport.is_closing())
+        with pytest.raises(EnvironmentFailure, match=f"step: its process {child} was ended by SIGKILL"):
+            await environment.step(turn("go on"))
+        await environment.close()
+
+
 async def test_the_server_is_started_anew_when_it_has_ended():
     async with running(server()) as process:
         assert len(await played(process())) == 7

@@ -229,3 +229,15 @@ for name, seed in (("one", 5), ("same", 5), ("other", 6)):
     assert (len(train), len(heldout)) == (40, 20)
     assert sum(one["task"] == "click-link" for one in train) == 20
     assert not {one["seed"] for one in train} & {one["seed"] for one in heldout}
+
+
+def test_a_task_that_there_is_not_is_answered_with_the_one_that_is_meant():
+    made = """
+from pathlib import Path
+from slimrl.environments.miniwob.data import write
+try:
+    write(Path("/nowhere"), num=1, heldout=1, seed=0, tasks="click-test,click-buton")
+except ValueError as error:
+    print(error)
+"""
+    assert run_in("miniwob", made) == "there is no task click-buton. Did you mean click-button?\n"

@@ -11,6 +11,7 @@ import pytest
 from sandboxes import needs_namespaces
 
 from slimrl.agent.environment import Turn
+from slimrl.agent.sandbox.interface import SessionEnded
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.config.schema.agent import SandboxConfig
@@ -51,11 +52,16 @@ REPAIR = "sed -i 's/values\\[1:\\]/values/' tally/__init__.py"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("repair")
-    base = made / "bases/tally-1.0"
+    write_package(made)
+    return made
+
+
+def write_package(folder):
+    """The sound package, where the tasks of a data folder have theirs."""
+    base = folder / METADATA["base"]
     for name, text in {"tally/__init__.py": SOUND, "pytest.ini": "[pytest]\n", **TESTS}.items():
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         (base / name).write_text(text)
-    return made
 
 
 @pytest.fixture
@@ -202,6 +208,18 @@ async def test_calls_that_fail_are_answered_and_the_folder_outlives_them(pool, f
     last = await told(bash("ls"), is_last=True)
     assert (last.reward, last.done, last.truncated) == (1.0, False, True)
     await environment.close()
+
+
+async def test_a_session_that_is_killed_from_outside_is_no_verdict(pool, folder):
+    for turn in (Turn(index=0, text="Done."), Turn(index=0, text="", calls=(bash("ls"),))):
+        environment = SoftwareRepair(pool, folder=str(folder))
+        await environment.start(PROMPT, seed=0, scratch={})
+        *_, shell = psutil.Process(pool._sandbox.pid).children(recursive=True)
+        shell.kill()
+        await asyncio.to_thread(shell.wait, 10)
+        with pytest.raises(SessionEnded, match="was ended by SIGKILL"):
+            await environment.step(turn)
+        await environment.close()
 
 
 async def test_the_solver_earns_all_and_a_random_player_nothing_and_both_leave_nothing(pool, folder):

@@ -23,6 +23,9 @@ from slimrl.agent.retrieval.dense import (
 from slimrl.agent.retrieval.encoder import POOLINGS, Encoder
 from slimrl.agent.search import search
 from slimrl.agent.tools import make_tool
+from slimrl.config.agent_rules import agent_file_violations
+from slimrl.config.schema.agent import AgentConfig
+from slimrl.config.schema.recipe import Recipe
 
 WORDS = [f"w{number}" for number in range(60)]
 
@@ -191,3 +194,18 @@ def test_the_model_sees_neither_retriever_nor_encoder():
     plain, dense = make_tool(search, {"corpus": "c"}), make_tool(search, {"corpus": "c", "retriever": "dense"})
     assert list(plain.schema["function"]["parameters"]["properties"]) == ["query", "num_results"]
     assert (plain.fixed["retriever"], dense.fixed["retriever"], dense.fixed["encoder"]) == ("bm25", "dense", "")
+
+
+def test_an_index_that_is_absent_is_missed_when_the_recipe_is_checked(tmp_path, corpus, encoder):
+    def missed(corpus, **arguments):
+        given = {"corpus": str(corpus), "encoder": str(encoder)} | arguments
+        recipe = Recipe(agent=AgentConfig(tools=["slimrl.agent.search:search"], tool_args=given))
+        return list(agent_file_violations(recipe))
+
+    assert missed(corpus, retriever="dense") == []
+    other = tmp_path / "other.jsonl"
+    other.write_text(corpus.read_text())
+    make = f"slimrl-tools search-index {other} --encoder {encoder}"
+    said = f"{other}: has no index of vectors. Make it: {make}"
+    assert missed(other, retriever="dense") == [("agent.tool_args.corpus", said)]
+    assert missed(other) == []

@@ -23,6 +23,7 @@ from slimrl.rollout.task.sandbox import check_sandbox
 ROOT = Path(__file__).parents[2]
 HERE = __name__
 TOOLS = "slimrl.agent.sandbox.tools"
+REPAIR = "slimrl.environments.software_repair.environment:SoftwareRepair"
 POOL = SandboxPool(SandboxConfig())
 PROMPT = Prompt(prompt_id="p", messages=[{"role": "user", "content": "q"}], label=None)
 TRAJECTORY = Trajectory(group_id="p", trajectory_id="t", segments=[], status=Status.completed)
@@ -138,6 +139,7 @@ def test_a_task_that_asks_for_no_sandbox_needs_none(monkeypatch, tmp_path):
         ("agent.sandbox.limits.cpu_s=0", "agent.sandbox.limits.cpu_s", "must be at least 1"),
         ("agent.sandbox.limits.wall_s=10", "agent.sandbox.limits.wall_s", "rollout.tool_timeout_s 10.0"),
         (f"agent.tools=[{TOOLS}:shell]", "agent.sandbox.max_sessions", "Use 192."),
+        (f"agent={{tools: [], environment: {REPAIR}}}", "agent.sandbox.max_sessions", "Use 192."),
         (f"agent.tools=[{TOOLS}:shell] rollout.max_engines=3", "agent.sandbox.max_sessions", "Use 576."),
         (f"agent={{tools: [{TOOLS}:shell], sandbox: {{backend: remote}}}}", "agent.sandbox.backend", "has no sessions"),
         ("agent.sandbox={backend: remote, url: here}", "agent.sandbox.url", "write http://HOST:PORT"),

@@ -65,7 +65,7 @@ def check(entry: Entry, *, player: str, seed: int, options: Mapping[str, Any]) -
         scripted = getattr(importlib.import_module(f"{entry.module}.players"), PLAYERS[player])(prompt, seed)
         begun = time.monotonic()
         try:
-            play_it = partial(play, prompt=prompt, player=scripted, seed=seed, max_turns=MAX_TURNS, on_turn=_show)
+            play_it = partial(play, prompt=prompt, player=scripted, seed=seed, max_turns=MAX_TURNS, on_turn=show)
             episode = asyncio.run(_played(entry, Path(folder), play_it))
         except EnvironmentFailure as error:
             raise CheckFailed(str(error)) from error
@@ -98,7 +98,8 @@ async def _played(
         await sandbox.close()
 
 
-def _show(turn: Turn | None, observation: Observation) -> None:
+def show(turn: Turn | None, observation: Observation) -> None:
+    """Print a turn and what it led to."""
     if turn is not None:
         calls = [f"{call.name}({call.arguments})" for call in turn.calls if isinstance(call, ToolCall)]
         typer.echo(visible("> " + " ".join(filter(None, [turn.text, *calls]))))

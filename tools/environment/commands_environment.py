@@ -1,5 +1,7 @@
 """`slimrl-tools environment`."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,18 +69,40 @@ def data(
 
 @app.command()
 def check(
-    name: Name,
-    player: Annotated[str, typer.Option(help="Who plays: solver or random.")] = "solver",
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of an environment that `list` shows, or MODULE:CLASS.")],
+    player: Annotated[
+        str,
+        typer.Option(
+            help="Who plays: solver, the default, or random; of MODULE:CLASS another MODULE:CLASS, or one turn that "
+            "says nothing."
+        ),
+    ] = "",
     seed: Seed = 0,
     options: Options = None,
+    prompts: Annotated[Path | None, typer.Option(help="Of MODULE:CLASS: file whose first prompt is played.")] = None,
+    venv: Annotated[str, typer.Option(help="Of MODULE:CLASS: its agent.environment_venv.")] = "",
+    args: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of MODULE:CLASS: an argument; repeatable.")
+    ] = None,
 ) -> None:
     """Play an episode by a scripted player and show it."""
-    from slimrl_tools.environment.check import check as play_and_show
-
-    from slimrl.environments.catalogue import entry_of
-
     with exit_codes():
-        play_and_show(entry_of(name), player=player, seed=seed, options=_values(options))
+        if ":" not in name:
+            from slimrl_tools.environment.check import check as play_and_show
+
+            from slimrl.environments.catalogue import entry_of
+
+            if prompts or venv or args:
+                raise ValueError("--prompts, --venv and --args are for MODULE:CLASS, a class of your own")
+            play_and_show(entry_of(name), player=player or "solver", seed=seed, options=_values(options))
+            return
+        from slimrl_tools.environment.check_own import check_own
+
+        if prompts is None or options:
+            raise ValueError(f"{name}: a class of your own needs --prompts FILE, and takes no --set")
+        # The class and the player may be in the working directory.
+        sys.path.insert(0, os.getcwd())
+        check_own(name, prompts=prompts, player=player, venv=venv, arguments=_arguments(args), seed=seed)
 
 
 @app.command()
@@ -102,6 +126,18 @@ def results(
             raise ValueError(f"{name}: its benchmark has no format for results")
         import_module(module).write_results(trajectories, out, model)
         typer.echo(str(out))
+
+
+def _arguments(given: list[str] | None) -> dict[str, Any]:
+    """Values as a recipe has them. Raises ValueError: one is not KEY=VALUE, or no YAML."""
+    from slimrl.config.problems import Problem
+    from slimrl.config.yaml_source import read_overrides
+
+    problems: list[Problem] = []
+    arguments = {entry.key: entry.value for entry in read_overrides(given or [], problems)}
+    if problems:
+        raise ValueError("\n".join(f"--args {problem.key}: {problem.message}" for problem in problems))
+    return arguments
 
 
 def _values(options: list[str] | None) -> dict[str, Any]:

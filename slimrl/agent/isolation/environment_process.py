@@ -5,6 +5,7 @@ The protocol has requests of one environment alone; here each names its instance
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientWebSocketResponse, UnixConnector, WSMsgType
@@ -51,7 +52,9 @@ class EnvironmentProcess:
                 raise EnvironmentFailure(f"{self._name}: {method}: its process did not answer the request before")
             self._answered = False
             try:
-                await self._socket.send_json({"type": kind, "instance": number, "data": data})
+                # One that has ended since its last answer takes nothing more, but has left word why.
+                with suppress(ConnectionResetError):
+                    await self._socket.send_json({"type": kind, "instance": number, "data": data})
                 message = await self._socket.receive()
             except (ClientError, OSError) as error:
                 raise EnvironmentFailure(f"{self._name}: {method}: its process is gone: {error}") from error

@@ -6,6 +6,7 @@ wrote is in the pipes before that line, so it is read after it.
 
 import asyncio
 import os
+import signal
 import socket
 import time
 
@@ -85,13 +86,20 @@ class ForkedSession(SessionFiles):
 
     async def _run_beside(self, program: Program, limits: SandboxLimits, *, sees_base: bool = False) -> Result:
         if self._closed or self._run.exited.done():
-            raise SessionEnded("the session has ended")
+            raise self._ended()
         try:
             return await run_program(self._client, program, limits, beside=self._run, sees_base=sees_base)
         except SandboxError as error:
             if self._run.exited.done():
-                raise SessionEnded("the session has ended") from error
+                raise self._ended() from error
             raise
+
+    def _ended(self) -> SessionEnded:
+        """Says by which signal it was ended, if it was not closed."""
+        exited = self._run.exited
+        if self._closed or exited.exception() is not None or exited.result().status >= 0:
+            return SessionEnded("the session has ended")
+        return SessionEnded(f"the session was ended by {signal.Signals(-exited.result().status).name}")
 
     async def _execute(self, code: str, wall_s: float) -> Result:
         if self._closed:

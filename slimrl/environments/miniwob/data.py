@@ -8,6 +8,7 @@ from typing import Any
 
 from slimrl.environments.miniwob.actions import HELP
 from slimrl.environments.miniwob.demonstrations import conversations
+from slimrl.environments.miniwob.environment import no_task
 from slimrl.environments.miniwob.environment import tasks as known_tasks
 
 HELDOUT_SEEDS, TRAIN_SEEDS = range(0, 1000), range(1000, 1_000_000)
@@ -42,7 +43,7 @@ def write(
     """
     names = [name.strip() for name in tasks.split(",")]
     if unknown := [name for name in names if name not in known_tasks()]:
-        raise ValueError(f"there are no tasks {', '.join(unknown)}; there are {', '.join(sorted(known_tasks()))}")
+        raise ValueError(no_task(unknown[0]))
     rng, demonstrations_rng = random.Random(seed), random.Random(f"demonstrations {seed}")
     out.mkdir(parents=True, exist_ok=True)
     for stem, count, seeds in (("train", num, TRAIN_SEEDS), ("heldout", heldout, HELDOUT_SEEDS)):

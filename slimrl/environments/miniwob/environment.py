@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, BrowserContext, Error, Locator, Playwri
 from playwright.sync_api import TimeoutError as TooLate
 
 from slimrl.agent.environment import Observation, Turn, error_text
+from slimrl.config.problems import suggestion
 from slimrl.data.prompt import Prompt
 from slimrl.environments.miniwob.actions import Action, parse_action
 from slimrl.environments.miniwob.chromium import Chromium, find_chromium
@@ -197,13 +198,21 @@ def tasks() -> dict[str, type[AbstractMiniwobTask]]:
     return {task.subdomain: task for task in ALL_MINIWOB_TASKS}
 
 
+def no_task(name: str) -> str:
+    """What is said of a name that no task has."""
+    known = sorted(tasks())
+    return f"there is no task {name}.{suggestion(name, known) or f' There are {", ".join(known)}.'}"
+
+
 def make_task(prompt: Prompt) -> AbstractMiniwobTask:
     """Raises ValueError: the prompt's metadata names no task that there is, or no seed."""
     name, seed = prompt.metadata.get("task"), prompt.metadata.get("seed")
-    if name not in tasks() or not isinstance(seed, int):
+    if not isinstance(name, str) or not isinstance(seed, int):
         raise ValueError(
             f"{prompt.prompt_id}: metadata needs task, a name such as click-test, and seed, a whole number"
         )
+    if name not in tasks():
+        raise ValueError(f"{prompt.prompt_id}: {no_task(name)}")
     return tasks()[name](seed=seed, base_url=f"{_pages().as_uri()}/", episode_max_time=EPISODE_MS)
 
 

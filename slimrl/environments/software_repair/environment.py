@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.environment import Observation, Turn, answers, error_text
-from slimrl.agent.sandbox.interface import FileChange, Language, Program, SandboxError, SessionEnded
+from slimrl.agent.sandbox.interface import FileChange, Language, Program, SandboxError
 from slimrl.agent.sandbox.pool import PooledSession, SandboxPool
 from slimrl.agent.sandbox.tools import answer
 from slimrl.agent.tool_call import MalformedCall, ToolCall
@@ -125,11 +125,9 @@ class SoftwareRepair:
                 program = Program(code=EDIT, stdin=json.dumps(call.arguments).encode())
             else:
                 program = Program(code=call.arguments["command"], language=Language.shell)
-            return answer(await self._session.run_program(program))
-        except SessionEnded:
-            return error_text("the folder is lost")
         except ValueError as error:
             return error_text(str(error))
+        return answer(await self._session.run_program(program))
 
     async def _end(self, messages: list[dict[str, Any]], errors: list[str], *, submitted: bool) -> Observation:
         changed = await self._changed()
@@ -160,11 +158,15 @@ class SoftwareRepair:
         return graded.verdict.repaired - (REGRESSION if graded.verdict.kept < 1 else 0.0)
 
     async def _changed(self) -> dict[str, FileChange]:
-        """What the copy has that the base has not; all of the package is gone if the copy is lost or cannot be read."""
+        """What the copy has that the base has not; all of the package is gone if the copy cannot be read.
+
+        Raises:
+            SessionEnded: the session was ended from outside, for no program of the policy sees it.
+        """
         assert self._session is not None
         try:
             return await self._session.changed()
-        except (SessionEnded, SandboxError):
+        except SandboxError:
             path = patches.path_of(self._metadata["patch"])
             return {path: FileChange(before=None, after=None)}
 
