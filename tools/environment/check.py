@@ -103,7 +103,10 @@ def show(turn: Turn | None, observation: Observation) -> None:
     if turn is not None:
         calls = [f"{call.name}({call.arguments})" for call in turn.calls if isinstance(call, ToolCall)]
         typer.echo(visible("> " + " ".join(filter(None, [turn.text, *calls]))))
+    to = f" to {observation.role}" if observation.role else ""
     for message in observation.messages:
-        typer.echo(visible(f"{message['role']}: {str(message['content'])[:SHOWN_CHARACTERS]}"))
-    if observation.reward is not None:
-        typer.echo(f"  reward {observation.reward:g}{', the episode is over' if observation.done else ''}")
+        typer.echo(visible(f"{message['role']}{to}: {str(message['content'])[:SHOWN_CHARACTERS]}"))
+    paid = [f"reward {observation.reward:g}"] if observation.reward is not None else []
+    paid += [f"{role} gets {reward:g}" for role, reward in observation.role_rewards.items()]
+    if paid or observation.done:
+        typer.echo(visible(f"  {', '.join([*paid, *(['the episode is over'] if observation.done else [])])}"))
