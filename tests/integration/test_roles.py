@@ -9,8 +9,10 @@ from aiohttp import web
 from scripted_episode import CHAT, END, TOKENIZER, played, runner_of
 
 from slimrl.agent.environment import Environment, Observation, Turn
+from slimrl.agent.roles.debate import Debate
 from slimrl.agent.roles.endpoint import Endpoint
 from slimrl.agent.roles.player import load_players
+from slimrl.agent.roles.writer_critic import WriterCritic
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox
 from slimrl.algorithms.selection import select
@@ -21,6 +23,7 @@ from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.config.schema.credit import OverlongConfig
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.packing import pack
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Status, Trajectory, from_json, to_json
@@ -308,3 +311,54 @@ def test_a_role_that_an_environment_has_not_is_refused_before_the_start():
 )
 def test_settings_of_roles_that_mean_nothing_are_refused(settings, said):
     assert [message for _, message in agent_violations(Recipe(agent=AgentConfig(**settings))) if said in message]
+
+
+QUESTION = Prompt(prompt_id="q:1", messages=[user("How much is 2 + 2?")], label="4", metadata={"answers": ["4", "5"]})
+
+
+def debated(*texts: str, seed: int = 1) -> Trajectory:
+    runner = runner_of(*(text + END for text in texts), environment=lambda: Debate(rounds=1), agent=AgentConfig())
+    sampling = SamplingConfig(max_new_tokens=1000)
+    return asyncio.run(runner.run(QUESTION, trajectory_id="t", sampling=sampling, seed=seed))
+
+
+def test_a_debate_pays_the_side_whose_answer_is_chosen_and_a_judge_who_is_right():
+    sides = set()
+    for seed in range(6):
+        for verdict in "AB":
+            game = debated("I say so.", "No.", f"Hm.\nVERDICT: {verdict}", seed=seed)
+            asked = {role: [m["content"] for m in game.messages if m["conversation"] == role] for role in Debate.ROLES}
+            shown = dict(line.split(": ") for line in asked["judge"][0].splitlines() if line.startswith("Answer "))
+            assert f"the answer is {shown['Answer A']} and not {shown['Answer B']}" in asked["side_a"][0]
+            assert f"the answer is {shown['Answer B']} and not {shown['Answer A']}" in asked["side_b"][0]
+            assert "For answer A: I say so." in asked["side_b"][0]
+            assert "For answer A: I say so.\n\nFor answer B: No." in asked["judge"][0]
+            right = shown[f"Answer {verdict}"] == "4"
+            chosen, other = ("side_a", "side_b") if verdict == "A" else ("side_b", "side_a")
+            paid = game.metadata["environment"]["role_rewards"]
+            assert paid == {chosen: 1.0, other: -1.0, "judge": float(right)}
+            sides.add(shown["Answer A"])
+    assert sides == {"4", "5"}, "positions are swapped"
+    undecided = debated("I say so.", "No.", "VERDICT: A or VERDICT: B, who knows")
+    assert undecided.metadata["environment"]["role_rewards"] == {"side_a": 0.0, "side_b": 0.0, "judge": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("draft", "answer", "paid"),
+    [
+        ("\\boxed{5}", "\\boxed{4}", {"writer": 1.0, "critic": 2.0}),
+        ("\\boxed{4}", "\\boxed{4}", {"writer": 1.0, "critic": 1.0}),
+        ("\\boxed{4}", "\\boxed{5}", {"writer": 0.0, "critic": -1.0}),
+        ("\\boxed{5}", "four", {"writer": 0.0, "critic": 0.0}),
+    ],
+)
+def test_a_critic_is_paid_for_the_answer_and_for_what_it_changed(draft: str, answer: str, paid: dict):
+    texts = [text + END for text in (draft, "Think again.", answer)]
+    runner = runner_of(*texts, environment=WriterCritic, agent=AgentConfig())
+    game = asyncio.run(played(runner, QUESTION))
+    assert game.metadata["environment"]["role_rewards"] == paid
+    told = {role: [m["content"] for m in game.messages if m["conversation"] == role] for role in WriterCritic.ROLES}
+    assert draft in told["critic"][0]
+    assert "A reader says:\nThink again." in told["writer"][2]
+    asyncio.run(score(game, QUESTION, role_returns, 5.0))
+    assert game.role_rewards == paid
