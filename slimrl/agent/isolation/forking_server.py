@@ -78,7 +78,7 @@ class ForkingServer:
         while True:
             for descriptor, _ in self._poll.poll(_POLL_S * 1000):
                 if descriptor in shared:
-                    print("a process that all instances share has ended, so theirs end too", file=sys.stderr, flush=True)
+                    print("a process that all instances share has ended, and so do they", file=sys.stderr, flush=True)
                 if descriptor == sys.stdin.fileno() or descriptor in shared:
                     self._end_all()
                     return
