@@ -21,7 +21,7 @@ class TextGame:
         self._state: Any = None
         """The `textworld.GameState` after the last command, or what has its fields"""
         self._max_score = 1
-        self._score = 0.0
+        self._score: float = 0
 
     def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         raise NotImplementedError
@@ -61,7 +61,7 @@ class TextGame:
     def _state_id(self) -> str:
         """Digest of the facts and the score: what was paid is not paid again, so equal facts may be worth less."""
         facts = sorted(str(fact) for fact in self._state.facts if self._counts(fact))
-        return hashlib.sha256("\n".join([str(self._score), *facts]).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join([f"{self._score:g}", *facts]).encode()).hexdigest()[:16]
 
     def _refusal(self, command: str) -> str:
         """The answer to a command that the game must not see; empty for all others."""

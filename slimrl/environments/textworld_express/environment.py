@@ -11,6 +11,9 @@ from slimrl.environments.textworld_express.java import Java, find_java
 
 UNCHANGING = ("examine ", "inventory", "look around", "task")
 """Starts of the commands that change nothing"""
+SHARING_THINGS = ("sorting",)
+"""Kinds whose games have the same things if they have the same problem: what one of them moves is gone from the others,
+so each game needs a Java machine of its own"""
 UNKNOWN = "Unknown action: I'm not sure what you mean."
 """The package's answer to what is no command now"""
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s")
@@ -31,6 +34,7 @@ class TextWorldExpress(TextGame):
         """
         super().__init__(show_commands)
         self._brief = brief
+        self._own_java: Java | None = None
 
     @classmethod
     def check(cls, show_commands: bool = True, brief: bool = False) -> None:
@@ -52,13 +56,18 @@ class TextWorldExpress(TextGame):
     def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises ValueError: there is no such game."""
         named = {name: prompt.metadata[name] for name in ("game", "params", "fold", "seed")}
-        self._game = Game(self.java().connect(), named["game"], named["params"], named["seed"], named["fold"])
+        if named["game"] in SHARING_THINGS:
+            self._own_java = Java()
+        java = self._own_java or self.java()
+        self._game = Game(java.connect(), named["game"], named["params"], named["seed"], named["fold"])
         self._state = self._game.state
         return self._begin(prompt, f"{self._shown(self._game.task)}\n{self._shown(self._state.feedback)}")
 
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
+        if self._own_java is not None:
+            self._own_java.close()
 
     def _refusal(self, command: str) -> str:
         """The game itself knows no commands but these, so it is not asked."""

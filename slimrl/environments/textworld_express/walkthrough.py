@@ -5,12 +5,12 @@ from slimrl.environments.textworld_express.java import Java
 
 ATTEMPTS = 10
 """Agents walk at random until they see what they look for, and may give up."""
-_WANDERING = ("move ", "look around")
+_WANDERING = ("move ", "look around", "task")
 """Starts of the commands that a detour consists of"""
 
 
 def find_walkthrough(java: Java, name: str, params: str, seed: int, fold: str) -> list[str]:
-    """Commands that win a game with the full score, without detours; none if the package's agent finds none.
+    """Commands that win a game with the full score, without walks in a circle; none if the package's agent finds none.
 
     The agents have a random generator that the package does not seed, so they are called here with one that is.
 
@@ -41,7 +41,10 @@ def _without_detours(java: Java, path: list[str], name: str, params: str, seed: 
     facts = [set(game.state.facts)]
     """After each command that was kept, from the start on"""
     try:
+        state = game.state
         for command in path:
+            if command not in state.admissible_commands:  # such as the empty one that some agents begin with
+                continue
             state, score, done = game.step(command)
             kept.append(command)
             facts.append(set(state.facts))
