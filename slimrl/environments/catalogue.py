@@ -72,7 +72,7 @@ _ENTRIES: tuple[Entry, ...] = (
     Entry(
         name="textworld_express",
         summary="text games of eight kinds that need common sense, in Java: cooking, tidying, coins, maps, sums",
-        packages="textworld-express 1.1.0 (Apache-2.0), py4j 0.10.9.9 (BSD-3-Clause), orjson 3.13.0 (MIT)",
+        packages="textworld-express 1.1.0 (Apache-2.0), py4j 0.10.9.9 (BSD-3-Clause), orjson 3.13.0 (MPL-2.0)",
         size_mb=15,
         class_name="TextWorldExpress",
         programs=("java",),

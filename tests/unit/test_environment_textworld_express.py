@@ -1,5 +1,6 @@
 """Games of TextWorldExpress: how they are told and paid, what nothing but playing them earns, and who reaches Java."""
 
+import itertools
 import json
 
 import pytest
@@ -214,7 +215,7 @@ def test_what_is_no_command_of_the_game_does_nothing(played):
 
 
 def test_a_turn_is_one_command_the_last_line(played):
-    start, told = played["lines"]
+    told = played["lines"][1]
     assert told["text"].startswith("You take the 6 pineapples.")
     assert told["reward"] == 0
     assert "take math problem" in told["text"].splitlines()[-1]
@@ -295,7 +296,7 @@ def test_a_walkthrough_has_no_detours_and_no_words_that_are_no_commands(drawn):
     assert last == "take coin"
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
     ways = [move.removeprefix("move ") for move in moves]
-    assert not [way for way, following in zip(ways, ways[1:], strict=False) if following == opposite[way]]
+    assert not [way for way, following in itertools.pairwise(ways) if following == opposite[way]]
     assert drawn["empty"] == ["slice grape", "jump up and down", "touch orange"]
 
 
