@@ -90,6 +90,15 @@ TASKS = {
         words="words.txt",
         sft_updates=800,
     ),
+    "coin": Task(
+        recipe="tiny_moe/gspo_coin.yaml",
+        data=(
+            "environment", "data", "textworld_express", "--num", "256", "--set", "game=coin",
+            "--set", "params=numLocations=6,includeDoors=0,numDistractorItems=0", "--set", "demonstrations=6000",
+        ),
+        words="words.txt",
+        sft_updates=800,
+    ),
 }  # fmt: skip
 """Task by name; those of environments that others made need `slimrl-tools environment install`"""
 HELDOUT = "eval/heldout/reward_mean"

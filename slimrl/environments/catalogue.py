@@ -78,6 +78,15 @@ _ENTRIES: tuple[Entry, ...] = (
         check_options={"opponents": "first"},
     ),
     Entry(
+        name="textworld_express",
+        summary="text games of eight kinds that need common sense, in Java: cooking, tidying, coins, maps, sums",
+        packages="textworld-express 1.1.0 (Apache-2.0), py4j 0.10.9.9 (BSD-3-Clause), orjson 3.13.0 (MPL-2.0)",
+        size_mb=15,
+        class_name="TextWorldExpress",
+        programs=("java",),
+        check_options={"game": "cookingworld"},
+    ),
+    Entry(
         name="alfworld",
         summary="six kinds of household tasks in ALFWorld's domain, with rooms that are drawn by seed",
         packages="alfworld 0.4.2 (MIT), textworld 1.7.0 (MIT), fast-downward-textworld 20.6.4 (GPL-3), jericho (GPL-2)",

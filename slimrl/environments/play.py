@@ -25,8 +25,8 @@ class PlayedEpisode:
 
     @property
     def total_reward(self) -> float:
-        """Sum of the rewards of the steps."""
-        return float(sum(observation.reward or 0.0 for observation in self.observations))
+        """Sum of the rewards of the steps, to nine decimals: shares such as 1/9 add up to 1."""
+        return round(sum(observation.reward or 0.0 for observation in self.observations), 9)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -227,6 +227,21 @@ async def test_what_a_class_shares_outlives_its_instances_and_ends_with_the_serv
     await until(lambda: not psutil.pid_exists(int(shared)))
 
 
+async def test_when_what_a_class_shares_ends_it_is_started_anew_with_the_server():
+    async with running(server("integration.isolated_environments:Sharing")) as process:
+        environment = process()
+        shared = int((await environment.start(PROMPT, seed=0, scratch={})).metrics["pid"])
+        first = process._process
+        os.kill(shared, signal.SIGKILL)
+        await until(lambda: first.exit_code is not None)
+        with pytest.raises(EnvironmentFailure):
+            await environment.step(turn("go on"))
+        await environment.close()
+        again = process()
+        assert psutil.pid_exists(int((await again.start(PROMPT, seed=0, scratch={})).metrics["pid"]))
+        await again.close()
+
+
 async def test_environments_are_closed_and_end_with_their_server(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIMRL_TEST_CLOSED", str(tmp_path))
     async with running(server()) as process:

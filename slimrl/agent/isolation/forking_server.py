@@ -1,8 +1,9 @@
 """The process that holds an environment's class and forks a child for each connection.
 
-It ends when its standard input does, and so with the process that started it, and takes its children with it. A child
-whose client is gone may close its environment for as long as it is given, and is killed then. What a child leaves
-behind, in its process group or as an orphan, is killed when the child has ended.
+It ends when its standard input does, and so with the process that started it, or when a process ends that all
+instances share. It takes its children with it. A child whose client is gone may close its environment for as long as it
+is given, and is killed then. What a child leaves behind, in its process group or as an orphan, is killed when the child
+has ended.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +47,13 @@ class ForkingServer:
         listening: the socket of the clients.
         make: makes an instance of the environment.
         close_s: seconds that a child may take to close its environment when its client is gone.
+        shared: ids of the processes that all instances share, children of this process.
     """
 
-    def __init__(self, listening: socket.socket, make: Callable[[], Any], close_s: float) -> None:
-        self._listening, self._make, self._close_s = listening, make, close_s
+    def __init__(
+        self, listening: socket.socket, make: Callable[[], Any], close_s: float, shared: Collection[int]
+    ) -> None:
+        self._listening, self._make, self._close_s, self._shared = listening, make, close_s, shared
         self._by_handle: dict[int, _Child] = {}
         self._by_connection: dict[int, _Child] = {}
         """Children whose client is there, by the file descriptor of the connection"""
@@ -61,17 +65,21 @@ class ForkingServer:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> None:
-        """Serve until the standard input ends."""
+        """Serve until the standard input or a shared process ends."""
         self._kept = set(children_of_this())
         self._libc.prctl(SET_SUBREAPER, 1)
+        shared = [os.pidfd_open(pid) for pid in self._shared]
         # First, so that its events come first: a number that a child's end frees is in no event after it.
         self._poll.register(self._listening, select.POLLIN)
-        self._poll.register(sys.stdin.fileno(), select.POLLIN)
+        for descriptor in (sys.stdin.fileno(), *shared):
+            self._poll.register(descriptor, select.POLLIN)
         self._soft_limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each child takes two
         while True:
             for descriptor, _ in self._poll.poll(_POLL_S * 1000):
-                if descriptor == sys.stdin.fileno():
+                if descriptor in shared:
+                    print("a process that all instances share has ended, and so do they", file=sys.stderr, flush=True)
+                if descriptor == sys.stdin.fileno() or descriptor in shared:
                     self._end_all()
                     return
                 if descriptor == self._listening.fileno():

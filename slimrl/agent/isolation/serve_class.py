@@ -10,7 +10,7 @@ from typing import Any
 
 from slimrl.agent.environment_class import check_arguments, check_class, check_roles
 from slimrl.agent.isolation.forking_server import BACKLOG, ForkingServer
-from slimrl.agent.isolation.supervisor import supervised
+from slimrl.agent.isolation.supervisor import children_of_this, supervised
 
 
 def check(environment: str, arguments: Mapping[str, Any], roles: Sequence[str]) -> None:
@@ -23,16 +23,18 @@ def serve(
     environment: str, arguments: Mapping[str, Any], socket_path: str, close_s: float, ready: Callable[[], None]
 ) -> None:
     """Check as `check` does, let the class start what its instances share (its class method `share`, if it has one),
-    call `ready` when clients can connect, and serve until the standard input ends."""
+    call `ready` when clients can connect, and serve until the standard input ends or a process that `share` started."""
     supervised(Path(socket_path))
     make = _checked(environment, arguments)
+    before = children_of_this()
     if (share := getattr(make, "share", None)) is not None:
         share(**arguments)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(socket_path)
     listening.listen(BACKLOG)
+    shared = set(children_of_this()).difference(before)
     ready()
-    ForkingServer(listening, partial(make, **arguments), close_s).run()
+    ForkingServer(listening, partial(make, **arguments), close_s, shared).run()
 
 
 def _checked(path: str, arguments: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from textworld.envs.pddl import PddlEnv
 from slimrl.agent.environment import Observation
 from slimrl.data.prompt import Prompt
 from slimrl.environments.alfworld import wheel
-from slimrl.environments.textworld.text_game import TextGame
+from slimrl.environments.textworld.text_game import TextGame, check_flags
 
 INFOS = textworld.EnvInfos(facts=True, admissible_commands=True, won=True)
 NOTED_ALONE = ("checked", "examined", "wasinreceptacle")
@@ -28,8 +28,7 @@ class AlfWorld(TextGame):
     @classmethod
     def check(cls, show_commands: bool = True) -> None:
         """Raises ValueError: an argument of another type."""
-        if not isinstance(show_commands, bool):
-            raise ValueError(f"show_commands: {show_commands!r} is not a bool.")
+        check_flags(show_commands=show_commands)
 
     def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         self._game = load(prompt.metadata["problem"], prompt.metadata["task"], INFOS)

@@ -5,10 +5,10 @@
 3. Demonstrations are played in the training games alone, by players of mixed quality.
 """
 
-import json
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from functools import partial
 from itertools import count, islice
 from multiprocessing import get_context
@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.environment import Message
-from slimrl.data.prompt import Prompt
+from slimrl.environments.textworld.demonstrations import (
+    SKILLS,
+    conversation,
+    prompt_of,
+    write_demonstrations,
+    write_lines,
+)
 from slimrl.environments.textworld.environment import TextWorld
 from slimrl.environments.textworld.games import Difficulty, Game, make_game, remove_game
 from slimrl.environments.textworld.players import MixedPlayer
@@ -28,8 +34,6 @@ SEEDS_PER_SEED = 100_000
 """Games of one seed of `write` that can be tried before they are those of the next"""
 MAX_SEED = 40_000
 """The generator's seeds have 32 bits."""
-SKILLS = (0.0, 0.3, 0.6, 1.0)
-"""Probabilities that a turn of a demonstration is the right one, in turns"""
 MAX_TURNS = 6
 """Longest demonstration"""
 
@@ -78,20 +82,7 @@ def write(
         write_lines(out / "heldout.jsonl", lines[num:])
         if demonstrations:
             tasks = zip(random.Random(seed).choices(train, k=demonstrations), count())
-            conversations = list(pool.map(_demonstration, tasks, chunksize=32))
-            write_lines(out / "sft.jsonl", ({"messages": messages} for messages in conversations))
-            texts = dict.fromkeys(str(message["content"]) for messages in conversations for message in messages)
-            (out / "words.txt").write_text("\n".join(texts) + "\n")
-
-
-def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def prompt_of(line: dict[str, Any]) -> Prompt:
-    """The prompt of a line of a prompt file that this module writes."""
-    messages = [{"role": "user", "content": line["prompt"]}]
-    return Prompt(prompt_id=line["id"], messages=messages, label=line["label"], metadata=line["metadata"])
+            write_demonstrations(out, pool.map(_demonstration, tasks, chunksize=32))
 
 
 def _in_parallel(
@@ -128,20 +119,8 @@ def _prompt_line(game: Game) -> dict[str, Any]:
 
 
 def _demonstration(task: tuple[dict[str, Any], int]) -> list[Message]:
-    """A game as the environment tells it and a player of some skill plays it; ends with the player's last turn."""
     line, seed = task
-    prompt, environment = prompt_of(line), TextWorld(brief=True)
+    prompt = prompt_of(line)
     player = MixedPlayer(prompt, seed, skill=SKILLS[seed % len(SKILLS)])
-    try:
-        observation = environment.start(prompt, seed=seed, scratch={})
-        messages = list(observation.messages)
-        for _ in range(MAX_TURNS):
-            turn = player.turn(observation)
-            messages.append({"role": "assistant", "content": turn.text})
-            observation = environment.step(turn)
-            if observation.done:
-                break
-            messages += observation.messages
-    finally:
-        environment.close()
-    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+    with closing(TextWorld(brief=True)) as environment:
+        return conversation(environment, prompt, player, MAX_TURNS)

@@ -10,7 +10,7 @@ from textworld.generator.data import KnowledgeBase
 
 from slimrl.agent.environment import Observation
 from slimrl.data.prompt import Prompt
-from slimrl.environments.textworld.text_game import TextGame
+from slimrl.environments.textworld.text_game import TextGame, check_flags
 
 INFOS = textworld.EnvInfos(
     facts=True,
@@ -55,9 +55,7 @@ class TextWorld(TextGame):
     @classmethod
     def check(cls, show_commands: bool = True, brief: bool = False) -> None:
         """Raises ValueError: an argument of another type."""
-        for name, value in (("show_commands", show_commands), ("brief", brief)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name}: {value!r} is not a bool.")
+        check_flags(show_commands=show_commands, brief=brief)
 
     def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises ValueError: the game's files are not there."""

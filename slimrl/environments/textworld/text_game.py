@@ -1,4 +1,4 @@
-"""An episode in a game of text that the textworld package plays: each turn of the policy is a command."""
+"""An episode in a game of text: each turn of the policy is a command."""
 
 import hashlib
 from typing import Any
@@ -17,11 +17,14 @@ class TextGame:
     def __init__(self, show_commands: bool) -> None:
         self._show_commands = show_commands
         self._game: Any = None
-        """A `textworld.Environment`"""
+        """A `textworld.Environment`, or what has its method `step`"""
         self._state: Any = None
-        """The `textworld.GameState` after the last command"""
+        """The `textworld.GameState` after the last command, or what has its fields"""
         self._max_score = 1
-        self._score = 0
+        self._score: float = 0
+
+    def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
+        raise NotImplementedError
 
     def step(self, turn: Turn) -> Observation:
         """The game's answer to the turn's last line, and the share of the score that it gained."""
@@ -40,7 +43,7 @@ class TextGame:
         content = f"{last['content']}\n{self._with_commands(text)}"
         return Observation(messages=[*others, {**last, "content": content}], state_id=self._state_id())
 
-    def _observation(self, text: str, *, gained: int, done: bool = False) -> Observation:
+    def _observation(self, text: str, *, gained: float, done: bool = False) -> Observation:
         messages: list[Message] = [] if done else [{"role": "user", "content": self._with_commands(text)}]
         return Observation(
             messages=messages,
@@ -58,7 +61,7 @@ class TextGame:
     def _state_id(self) -> str:
         """Digest of the facts and the score: what was paid is not paid again, so equal facts may be worth less."""
         facts = sorted(str(fact) for fact in self._state.facts if self._counts(fact))
-        return hashlib.sha256("\n".join([str(self._score), *facts]).encode()).hexdigest()[:16]
+        return hashlib.sha256("\n".join([f"{self._score:g}", *facts]).encode()).hexdigest()[:16]
 
     def _refusal(self, command: str) -> str:
         """The answer to a command that the game must not see; empty for all others."""
@@ -79,6 +82,13 @@ class TextGame:
     def _counts(self, fact: Any) -> bool:
         """Whether two states that differ in it are different."""
         return True
+
+
+def check_flags(**flags: object) -> None:
+    """Raises ValueError: an argument is no bool."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: {value!r} is not a bool.")
 
 
 def command_of(text: str) -> str:
