@@ -427,6 +427,42 @@ async def test_a_container_of_a_trajectory_has_its_image_and_a_copy_of_the_folde
         await session.run("pwd")
 
 
+async def test_a_session_in_an_images_files_is_the_images_user_with_the_same_limits_and_is_never_pulled(container):
+    sandbox, log = container
+    session = await sandbox.image_session("theirs", SMALL)
+    assert (await session.run_program(Program(code="echo here", language=Language.shell))).stdout == "here\n"
+    await sandbox.close()
+    run, execute, remove = map(json.loads, log.read_text().splitlines())
+    assert run[-3:] == ["theirs", "sleep", "infinity"]
+    assert {"--pull=never", "--network=none", "--cap-drop=ALL", "--pids-limit=16"} <= set(run)
+    assert not [word for word in run if word.startswith(("--user", "--read-only", "--tmpfs", "--env", "--volume"))]
+    assert execute[:4] == ["exec", "--interactive", "--workdir", "/"]
+    assert remove[:2] == ["rm", "--force"]
+
+
+async def test_a_session_whose_container_has_ended_has_ended_and_one_whose_command_fails_has_not(tmp_path):
+    command, running = tmp_path / "docker", tmp_path / "running"
+    command.write_text(
+        f"#!/bin/sh\ncase $1 in\nexec) echo 'it cannot' >&2; exit 126;;\ninspect) cat {running};;\nesac\n"
+    )
+    command.chmod(0o755)
+    sandbox = ContainerSandbox(SandboxConfig(limits=ROOMY, command=str(command)))
+    session = await sandbox.image_session("theirs", SMALL)
+    for state, error in (("true", SandboxError), ("false", SessionEnded), ("true", SessionEnded)):
+        running.write_text(f"{state}\n")
+        with pytest.raises(error):
+            await session.run("pwd")
+    await sandbox.close()
+
+
+async def test_a_sandbox_without_images_says_so():
+    pool = SandboxPool(SandboxConfig())
+    with pytest.raises(ValueError, match="bubblewrap has no images"):
+        await pool.image_session("theirs", SMALL)
+    with pytest.raises(ValueError, match="bubblewrap has no images"):
+        pool.missing_images(["theirs"])
+
+
 async def test_a_session_that_is_cancelled_while_its_container_starts_leaves_none(tmp_path):
     command, there = tmp_path / "docker", tmp_path / "there"
     command.write_text(f"#!/bin/sh\ncase $1 in\nrun) sleep 1; touch {there};;\nrm) rm -f {there};;\nesac\n")
