@@ -34,7 +34,9 @@ _FILES = {
     "opt/miniconda3/bin/activate": _CONDA,
     "usr/lib/python3/dist-packages/easy-install.pth": "/testbed\n",
     "opt/miniconda3/envs/testbed/bin/python": '#!/bin/sh\nexec /usr/bin/python3 "$@"\n',
-    "opt/miniconda3/envs/testbed/bin/pytest": '#!/bin/sh\nexec /usr/bin/python3 -c "import sys, pytest; sys.exit(pytest.main())" "$@"\n',
+    "opt/miniconda3/envs/testbed/bin/pytest": (
+        '#!/bin/sh\nexec /usr/bin/python3 -c "import sys, pytest; sys.exit(pytest.main())" "$@"\n'
+    ),
 }
 SOUND = "def total(values):\n    return sum(values)\n\n\ndef mean(values):\n    return total(values) / len(values)\n"
 BROKEN = SOUND.replace("return sum(values)", "return sum(values[1:])")

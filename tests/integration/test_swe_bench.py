@@ -3,22 +3,21 @@ reward, and what does not."""
 
 import asyncio
 import json
-import shlex
 import shutil
 import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from podman_image import podman_command
-from swe_bench_image import BROKEN, IMAGE, NAME, SOUND, import_image, instance
+from swe_bench_image import IMAGE, import_image, instance
 from venvs import environment_python
 
 from slimrl.agent.environment import Turn
+from slimrl.agent.isolation.interpreter import call_elsewhere
+from slimrl.agent.sandbox.interface import SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_call import ToolCall
-from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig, SandboxLimits
 from slimrl.data.prompts import read_prompts
 from slimrl.environments.swe_bench.environment import REGRESSION, SweBench
 from slimrl.environments.swe_bench.players import RandomPlayer, Solver
@@ -46,8 +45,6 @@ def folder(command, tmp_path_factory):
     import_image(made / "repository")
     shutil.rmtree(made / "repository")
     (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    from slimrl.agent.isolation.interpreter import call_elsewhere
-
     arguments = {
         "module": "slimrl.environments.swe_bench.data", "out": str(made / "data"), "num": 1, "heldout": 1, "seed": 0,
         "options": {"dataset": str(made / "rows.jsonl")},
@@ -220,8 +217,5 @@ def test_images_that_are_not_here_are_told_before_a_run(command, folder, tmp_pat
 
 
 async def test_an_image_that_is_not_here_is_not_pulled(pool):
-    from slimrl.agent.sandbox.interface import SandboxError
-    from slimrl.config.schema.agent import SandboxLimits
-
-    with pytest.raises(SandboxError, match="there is no image swebench/no-such-image:latest on this machine. Run: "):
+    with pytest.raises(SandboxError, match="there is no image swebench/no-such-image:latest on this machine"):
         await pool.image_session("swebench/no-such-image:latest", SandboxLimits())

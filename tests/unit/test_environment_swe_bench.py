@@ -65,7 +65,7 @@ def test_data_have_all_that_the_verdict_needs_from_jsonl_as_from_parquet(tmp_pat
     first = both[0]
     assert first["prompt"] == "issue 0"
     marked = EVAL.replace("pytest -rA tests\n", "pytest -rA tests\nSWEBENCH_TEST_EXIT_CODE=$?\n").replace(
-        "End Test Output'\n", "End Test Output'\necho \">>>>> Test Exit Code: $SWEBENCH_TEST_EXIT_CODE\"\n"
+        "End Test Output'\n", 'End Test Output\'\necho ">>>>> Test Exit Code: $SWEBENCH_TEST_EXIT_CODE"\n'
     )
     assert first["metadata"] == {
         "image": "swebench/sweb.eval.x86_64.o_1776_r-0:latest", "eval_script": marked, "repo": "o/r", "version": "1.0",

@@ -11,7 +11,6 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from slimrl.agent.sandbox.interface import (
@@ -96,10 +95,13 @@ class ContainerSandbox:
             await self._start(session, ["--pull=never", *_OWN_FILES, image])
         except BaseException as error:
             await session.close()
-            if isinstance(error, SandboxError) and await asyncio.to_thread(self.missing_images, [image]):
-                pull = f"{self._config.command} pull {image}"
-                raise SandboxError(f"there is no image {image} on this machine. Run: {pull}") from error
-            raise
+            if not isinstance(error, SandboxError):
+                raise
+            missing = await asyncio.to_thread(self.missing_images, [image])
+            if not missing:
+                raise
+            pull = f"{self._config.command} pull {image}"
+            raise SandboxError(f"there is no image {image} on this machine. Run: {pull}") from error
         return session
 
     def missing_images(self, images: Sequence[str]) -> list[str]:
@@ -156,12 +158,15 @@ class ContainerSandbox:
     async def _control(self, argv: list[str], stdin: bytes = b"") -> bytes:
         """What the command prints. Raises SandboxError if it fails or takes too long. If this is cancelled, it ends
         with the command: nothing could remove a container that is yet to start."""
-        command = partial(
-            subprocess.run, argv, input=stdin, cwd=FOLDER, capture_output=True, check=True, timeout=COMMAND_S
-        )
+
+        def command() -> bytes:
+            return subprocess.run(
+                argv, input=stdin, cwd=FOLDER, capture_output=True, check=True, timeout=COMMAND_S
+            ).stdout
+
         running = asyncio.ensure_future(asyncio.to_thread(command))
         try:
-            return (await asyncio.shield(running)).stdout
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
             await asyncio.wait([running])
             raise
@@ -184,7 +189,7 @@ class ContainerSession(SessionFiles):
         self._sandbox, self._command, self._work = sandbox, command, work
         self._language, self.limits = language, limits
         self.name = f"slimrl-{uuid.uuid4().hex}"
-        """Of the container."""
+        """Name of the container"""
         self.folder: SessionFolder | None = None
         """With which it began."""
         self._closed = False

@@ -18,7 +18,7 @@ class Solver:
         self._turn += 1
         if self._turn > 1:
             return Turn(index=self._turn - 1, text="", calls=(ToolCall(name="submit", arguments={}, id="0"),))
-        command = f"git apply - <<'END_OF_THE_PATCH'\n{self._patch.rstrip("\n")}\nEND_OF_THE_PATCH"
+        command = f"git apply - <<'END_OF_THE_PATCH'\n{self._patch.rstrip('\n')}\nEND_OF_THE_PATCH"
         return Turn(index=0, text="", calls=(ToolCall(name="bash", arguments={"command": command}, id="0"),))
 
 

@@ -44,7 +44,7 @@ class Verdict:
 
 
 UNCHANGED = Verdict(kept=1.0)
-"""Of a repair that changes nothing, for which no test has to run"""
+"""The verdict on a repair that changes nothing, for which no test has to run"""
 
 
 async def verdict(
