@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -399,7 +400,8 @@ async def test_a_container_is_isolated_by_its_arguments_and_removed_at_a_limit(c
     sandbox, log = container
     await sandbox.run(Program(code="import time; time.sleep(60)"), SMALL)
     run, remove = map(json.loads, log.read_text().splitlines())
-    assert run[:3] == ["run", "--rm", "--interactive"]
+    assert run[:2] == ["run", "--rm"]
+    assert "--interactive" in run
     assert run[-4:] == ["python3", "-I", "-c", "import time; time.sleep(60)"]
     assert run[-9:-7] == ["theirs", "sh"]
     assert {
@@ -453,6 +455,36 @@ async def test_a_session_whose_container_has_ended_has_ended_and_one_whose_comma
         with pytest.raises(error):
             await session.run("pwd")
     await sandbox.close()
+
+
+LEFT = """
+import asyncio, os, signal, sys
+from slimrl.agent.sandbox.container import ContainerSandbox
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
+
+async def main():
+    await ContainerSandbox(SandboxConfig(command=sys.argv[1])).image_session("theirs", SandboxLimits())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_containers_of_a_process_that_was_killed_are_removed(tmp_path):
+    command, log = tmp_path / "docker", tmp_path / "log"
+    command.write_text(f'#!/bin/sh\n[ "$1" = ps ] && echo one two\necho "$@" >> {log}\n')
+    command.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", LEFT, str(command)], timeout=30, check=False)
+    assert done.returncode == -signal.SIGKILL
+    for _ in range(200):
+        lines = log.read_text().splitlines()
+        if len(lines) == 3:
+            break
+        await asyncio.sleep(0.05)
+    run, listed, removed = lines
+    (label,) = [word.removeprefix("--label=") for word in run.split() if word.startswith("--label=")]
+    assert listed == f"ps --all --quiet --filter label={label}"
+    assert removed == "rm --force one two"
 
 
 async def test_a_sandbox_without_images_says_so():

@@ -43,6 +43,8 @@ _OWN_FILES = ("--cap-add=CHOWN", "--cap-add=DAC_OVERRIDE", "--cap-add=FOWNER")
 """Arguments of `run` where the image's root works in the image's files: it owns what it finds there, whoever did."""
 _OF_THE_CONTAINER = ("cpu_s", "memory_bytes", "processes", "disk_bytes")
 """Limits that the kernel enforces for all that runs in a container."""
+_REMOVE_LEFT = 'cat; left=$("$0" ps --all --quiet --filter "label=$1"); [ -z "$left" ] || "$0" rm --force $left'
+"""Waits until its input ends, as it does however the process ends that holds it open."""
 _REMOVALS, _RETRY_S = 3, 0.5
 """podman refuses to remove a container that ends at that moment."""
 
@@ -51,11 +53,15 @@ class ContainerSandbox:
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._sessions: set[ContainerSession] = set()
+        self._label = f"slimrl={uuid.uuid4().hex}"
+        """On all containers of this sandbox"""
+        self._remover: subprocess.Popen[bytes] | None = None
+        """Process that removes them if this one is killed"""
 
     async def run(self, program: Program, limits: SandboxLimits | None = None, *, image: str | None = None) -> Result:
         limits = limits or self._config.limits
         name = f"slimrl-{uuid.uuid4().hex}"
-        argv = [self._config.command, "run", "--rm", "--interactive", *_isolation(name, limits), *_confinement(limits)]
+        argv = [*self._running(name, limits), "--interactive", *_confinement(limits)]
         argv += [image or self._config.image, *_started(program.language, program.code)]
         try:
             command = Command(argv=argv, stdin=program.stdin, cwd=FOLDER)
@@ -106,12 +112,16 @@ class ContainerSandbox:
 
     def missing_images(self, images: Sequence[str]) -> list[str]:
         """Raises SandboxError: the command does not run."""
-        argv = [self._config.command, "image", "inspect", "--format", "{{.Id}}"]
+        look = [self._config.command, "image", "inspect", "--format", "{{.Id}}"]
         try:
             # All at once: thousands, one by one, would take minutes.
-            return [image for image in images if _fails([*argv, image])] if _fails([*argv, *images]) else []
+            if not _problem([*look, *images]):
+                return []
+            if said := _problem([self._config.command, "image", "ls", "--quiet"]):
+                raise SandboxError(f"{self._config.command} image ls: {said}")
+            return [image for image in images if _problem([*look, image])]
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise SandboxError(f"{' '.join(argv[:3])}: {error}") from error
+            raise SandboxError(f"{self._config.command} image inspect: {error}") from error
 
     def _new_session(self, language: Language, limits: SandboxLimits, work: str) -> "ContainerSession":
         session = ContainerSession(self, self._config.command, language, limits, work)
@@ -124,12 +134,33 @@ class ContainerSandbox:
         Args:
             arguments: of `run`, besides those of all containers; the last is the image.
         """
-        argv = [self._config.command, "run", "--rm", "--detach", *_isolation(session.name, session.limits)]
+        argv = [*self._running(session.name, session.limits), "--detach"]
         await self._control([*argv, *arguments, "sleep", "infinity"])
+
+    def _running(self, name: str, limits: SandboxLimits) -> list[str]:
+        """The command line of `run` as far as it is that of all containers. Raises SandboxError."""
+        command = self._config.command
+        if self._remover is None:
+            try:
+                self._remover = subprocess.Popen(
+                    ["sh", "-c", _REMOVE_LEFT, command, self._label],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd=FOLDER,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxError(f"sh cannot be started: {error}") from error
+        return [command, "run", "--rm", f"--label={self._label}", *_isolation(name, limits)]
 
     async def close(self) -> None:
         for session in list(self._sessions):
             await session.close()
+        if self._remover is not None:
+            self._remover.kill()
+            self._remover.communicate(timeout=COMMAND_S)
+            self._remover = None
 
     async def remove(self, session: "ContainerSession") -> None:
         self._sessions.discard(session)
@@ -262,8 +293,10 @@ def _confinement(limits: SandboxLimits) -> list[str]:
     ]
 
 
-def _fails(argv: Sequence[str]) -> bool:
-    return subprocess.run(argv, cwd=FOLDER, capture_output=True, timeout=COMMAND_S, check=False).returncode != 0
+def _problem(argv: Sequence[str]) -> str:
+    """Why a command fails; empty if it does not."""
+    done = subprocess.run(argv, cwd=FOLDER, capture_output=True, timeout=COMMAND_S, check=False)
+    return "" if done.returncode == 0 else done.stderr.decode(errors="replace").strip() or f"exit {done.returncode}"
 
 
 def _started(language: Language, code: str) -> list[str]:
