@@ -23,7 +23,7 @@ from slimrl.environments.swe_bench.environment import REGRESSION, SweBench
 from slimrl.environments.swe_bench.players import RandomPlayer, Solver
 
 # Importing the image takes five seconds, each episode with its verdict three to six.
-pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(400)]
 REPAIR = "sed -i 's/values\\[1:\\]/values/' tally/__init__.py"
 SUBMIT = ToolCall(name="submit", arguments={}, id="2")
 WRITTEN = "mkdir -p $(dirname {path}); cat > {path} <<'END'\n{text}\nEND"
