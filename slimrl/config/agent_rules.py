@@ -159,7 +159,10 @@ SANDBOX_TOOLS = "slimrl.agent.sandbox.tools:"
 """Start of the import paths of tools that run code in the sandbox"""
 SESSION_TOOLS = (f"{SANDBOX_TOOLS}python_session", f"{SANDBOX_TOOLS}shell")
 """Import paths of the sandbox tools that keep a session for each trajectory"""
-SESSION_ENVIRONMENTS = ("slimrl.environments.software_repair.environment:SoftwareRepair",)
+SESSION_ENVIRONMENTS = (
+    "slimrl.environments.software_repair.environment:SoftwareRepair",
+    "slimrl.environments.swe_bench.environment:SweBench",
+)
 """Import paths of the environments that do"""
 WITHOUT_SESSIONS = (SandboxBackend.subprocess, SandboxBackend.remote)
 

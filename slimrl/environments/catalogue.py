@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 LOCKS = Path(__file__).parent / "locks"
+CONTAINER_COMMANDS = ("docker", "podman")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Entry:
     """Whether it runs in the virtual environment; otherwise that makes the data alone"""
     programs: tuple[str, ...] = ()
     """Programs of the system that it needs"""
+    containers: bool = False
+    """Whether its episodes are in containers, so that it needs one of CONTAINER_COMMANDS"""
     check_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task that `slimrl-tools environment check` plays: made soon, and not solved by chance"""
 
@@ -102,6 +105,15 @@ _ENTRIES: tuple[Entry, ...] = (
         class_name="SoftwareRepair",
         own_process=False,
         check_options={"packages": "inflection"},
+    ),
+    Entry(
+        name="swe_bench",
+        summary="issues of whole repositories in SWE-bench's container images, with its eval scripts as the verdict",
+        packages="swebench 5.0.2 (MIT), pyarrow 26.0.1 (Apache-2.0); they read the data and the logs",
+        size_mb=171,
+        class_name="SweBench",
+        own_process=False,
+        containers=True,
     ),
 )
 ENVIRONMENTS = {entry.name: entry for entry in _ENTRIES}

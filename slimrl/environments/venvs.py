@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slimrl.environments.catalogue import ENVIRONMENTS, Entry
+from slimrl.environments.catalogue import CONTAINER_COMMANDS, ENVIRONMENTS, Entry
 
 FOLDER_VARIABLE = "SLIMRL_ENVIRONMENTS"
 """Environment variable that names the folder of all of them"""
@@ -44,6 +44,8 @@ def why_not_here(entry: Entry) -> str:
     """Why an environment does not work on this machine; empty if it does."""
     if missing := [program for program in entry.programs if shutil.which(program) is None]:
         return f"needs {', '.join(missing)}, which is not on PATH"
+    if entry.containers and not any(map(shutil.which, CONTAINER_COMMANDS)):
+        return f"needs {' or '.join(CONTAINER_COMMANDS)}, neither of which is on PATH"
     folder = venvs_folder() / entry.name
     if not (folder / _COMPLETE).is_file():
         return "not installed"

@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -399,7 +400,8 @@ async def test_a_container_is_isolated_by_its_arguments_and_removed_at_a_limit(c
     sandbox, log = container
     await sandbox.run(Program(code="import time; time.sleep(60)"), SMALL)
     run, remove = map(json.loads, log.read_text().splitlines())
-    assert run[:3] == ["run", "--rm", "--interactive"]
+    assert run[:2] == ["run", "--rm"]
+    assert "--interactive" in run
     assert run[-4:] == ["python3", "-I", "-c", "import time; time.sleep(60)"]
     assert run[-9:-7] == ["theirs", "sh"]
     assert {
@@ -425,6 +427,72 @@ async def test_a_container_of_a_trajectory_has_its_image_and_a_copy_of_the_folde
     assert calls[-1][:2] == ["rm", "--force"]
     with pytest.raises(SessionEnded):
         await session.run("pwd")
+
+
+async def test_a_session_in_an_images_files_is_the_images_user_with_the_same_limits_and_is_never_pulled(container):
+    sandbox, log = container
+    session = await sandbox.image_session("theirs", SMALL)
+    assert (await session.run_program(Program(code="echo here", language=Language.shell))).stdout == "here\n"
+    await sandbox.close()
+    run, execute, remove = map(json.loads, log.read_text().splitlines())
+    assert run[-3:] == ["theirs", "sleep", "infinity"]
+    assert {"--pull=never", "--network=none", "--cap-drop=ALL", "--pids-limit=16"} <= set(run)
+    assert not [word for word in run if word.startswith(("--user", "--read-only", "--tmpfs", "--env", "--volume"))]
+    assert execute[:4] == ["exec", "--interactive", "--workdir", "/"]
+    assert remove[:2] == ["rm", "--force"]
+
+
+async def test_a_session_whose_container_has_ended_has_ended_and_one_whose_command_fails_has_not(tmp_path):
+    command, running = tmp_path / "docker", tmp_path / "running"
+    command.write_text(
+        f"#!/bin/sh\ncase $1 in\nexec) echo 'it cannot' >&2; exit 126;;\ninspect) cat {running};;\nesac\n"
+    )
+    command.chmod(0o755)
+    sandbox = ContainerSandbox(SandboxConfig(limits=ROOMY, command=str(command)))
+    session = await sandbox.image_session("theirs", SMALL)
+    for state, error in (("true", SandboxError), ("false", SessionEnded), ("true", SessionEnded)):
+        running.write_text(f"{state}\n")
+        with pytest.raises(error):
+            await session.run("pwd")
+    await sandbox.close()
+
+
+LEFT = """
+import asyncio, os, signal, sys
+from slimrl.agent.sandbox.container import ContainerSandbox
+from slimrl.config.schema.agent import SandboxConfig, SandboxLimits
+
+async def main():
+    await ContainerSandbox(SandboxConfig(command=sys.argv[1])).image_session("theirs", SandboxLimits())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_containers_of_a_process_that_was_killed_are_removed(tmp_path):
+    command, log = tmp_path / "docker", tmp_path / "log"
+    command.write_text(f'#!/bin/sh\n[ "$1" = ps ] && echo one two\necho "$@" >> {log}\n')
+    command.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", LEFT, str(command)], timeout=30, check=False)
+    assert done.returncode == -signal.SIGKILL
+    for _ in range(200):
+        lines = log.read_text().splitlines()
+        if len(lines) == 3:
+            break
+        await asyncio.sleep(0.05)
+    run, listed, removed = lines
+    (label,) = [word.removeprefix("--label=") for word in run.split() if word.startswith("--label=")]
+    assert listed == f"ps --all --quiet --filter label={label}"
+    assert removed == "rm --force one two"
+
+
+async def test_a_sandbox_without_images_says_so():
+    pool = SandboxPool(SandboxConfig())
+    with pytest.raises(ValueError, match="bubblewrap has no images"):
+        await pool.image_session("theirs", SMALL)
+    with pytest.raises(ValueError, match="bubblewrap has no images"):
+        pool.missing_images(["theirs"])
 
 
 async def test_a_session_that_is_cancelled_while_its_container_starts_leaves_none(tmp_path):

@@ -35,6 +35,11 @@ class Lab:
     def __init__(self, pool: SandboxPool, room: int) -> None:
         self.given = pool, room
 
+    @classmethod
+    def check(cls, box: SandboxPool, *, room: int) -> None:
+        if box is not POOL or room > 9:
+            raise ValueError(f"room {room}")
+
     async def start(self, prompt, *, seed, scratch):
         return Observation(messages=prompt.messages)
 
@@ -85,6 +90,8 @@ def test_environments_and_rewards_get_the_sandbox_where_an_annotation_asks_for_i
     assert function.function(TRAJECTORY, PROMPT) == 1.0
     settings = RewardPartConfig(function=f"{HERE}:ByClass", args={"scale": 0.5})
     assert load_part("c", settings, supplies={SandboxPool: POOL}).function(TRAJECTORY, PROMPT) == 0.5
+    with pytest.raises(ValueError, match="Lab: room 10"):
+        load_environment(recipe_of(environment=f"{HERE}:Lab", environment_args={"room": 10}), ToolBox([]), POOL)
     with pytest.raises(ValueError, match=r"Lab: cannot be made with no arguments: .*room"):
         load_environment(recipe_of(environment=f"{HERE}:Lab"), ToolBox([]), POOL)
 

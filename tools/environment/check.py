@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib
+import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,14 +21,15 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_call import ToolCall
 from slimrl.base.visible import visible
 from slimrl.config.import_path import resolve
-from slimrl.config.schema.agent import SandboxConfig
+from slimrl.config.schema.agent import SandboxBackend, SandboxConfig
 from slimrl.data.prompts import read_prompts
-from slimrl.environments.catalogue import Entry
+from slimrl.environments.catalogue import CONTAINER_COMMANDS, Entry
 from slimrl.environments.play import PlayedEpisode, play
 from slimrl.environments.venvs import venv_python
 
 DATA_S = 3600.0
 CLOSE_S = 30.0
+CONTAINER_S = 60.0
 PLAYERS = {"solver": "Solver", "random": "RandomPlayer"}
 MAX_TURNS = 60
 SHOWN_CHARACTERS = 1500
@@ -90,12 +93,23 @@ async def _played(
             return await play_it(server)
         finally:
             await server.aclose()
-    sandbox = SandboxPool(SandboxConfig(packages=["pytest"]))
+    sandbox = SandboxPool(_sandbox_config(entry))
     make = partial(resolve(entry.environment, classes=True), sandbox, folder=str(folder))
     try:
         return await play_it(make)
     finally:
         await sandbox.close()
+
+
+def _sandbox_config(entry: Entry) -> SandboxConfig:
+    """Raises CheckFailed: there are no containers here."""
+    if not entry.containers:
+        return SandboxConfig(packages=["pytest"])
+    for command in filter(shutil.which, CONTAINER_COMMANDS):
+        done = subprocess.run([command, "info"], capture_output=True, timeout=CONTAINER_S, check=False)
+        if done.returncode == 0:
+            return SandboxConfig(backend=SandboxBackend.container, command=command)
+    raise CheckFailed(f"neither `{'` nor `'.join(f'{command} info' for command in CONTAINER_COMMANDS)}` succeeds here")
 
 
 def show(turn: Turn | None, observation: Observation) -> None:

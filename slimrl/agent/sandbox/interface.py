@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from slimrl.config.schema.agent import SandboxLimits
 
@@ -150,6 +150,19 @@ class Sandbox(Protocol):
         """Open a session, in a private copy of `folder` if there is one; its changes are lost with the session."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ImageSandbox(Protocol):
+    """A sandbox that has container images."""
+
+    async def image_session(self, image: str, limits: SandboxLimits) -> Session:
+        """Open a session of bash in a container of an image, with the image's user, variables and files, all of which
+        it may change, and no network. Programs run in its folder /. There is no `changed` or `diff`.
+
+        Raises:
+            SandboxError: the image is not on this machine, among others.
+        """
 
 
 def check_code(code: str) -> None:

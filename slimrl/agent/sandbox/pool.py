@@ -1,13 +1,22 @@
 """The sandbox that the rest of slimrl uses: a backend, behind admission to it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
 from slimrl.agent.sandbox.admission import Admission
 from slimrl.agent.sandbox.bubblewrap import BubblewrapSandbox
 from slimrl.agent.sandbox.container import ContainerSandbox
-from slimrl.agent.sandbox.interface import FileChange, Language, Program, Result, Sandbox, Session
+from slimrl.agent.sandbox.interface import (
+    FileChange,
+    ImageSandbox,
+    Language,
+    Program,
+    Result,
+    Sandbox,
+    SandboxError,
+    Session,
+)
 from slimrl.agent.sandbox.rlimited import SubprocessSandbox
 from slimrl.agent.sandbox.visible import installed, package_paths
 from slimrl.agent.supplied import Supplied
@@ -74,9 +83,37 @@ class SandboxPool(Supplied):
         self, language: Language = Language.python, *, folder: Path | None = None, limits: SandboxLimits | None = None
     ) -> "PooledSession":
         """Raises SandboxBusy, besides what the backend raises."""
+        return await self._admitted(partial(self._sandbox.session, language, folder=folder, limits=limits))
+
+    async def image_session(self, image: str, limits: SandboxLimits) -> "PooledSession":
+        """A session in the files of a container image, as `ImageSandbox` has it.
+
+        Raises:
+            ValueError: the backend has no images.
+            SandboxBusy: as `session`.
+        """
+        if not isinstance(self._sandbox, ImageSandbox):
+            raise ValueError(f"agent.sandbox.backend {self._config.backend.value} has no images. Use container.")
+        return await self._admitted(partial(self._sandbox.image_session, image, limits))
+
+    def missing_images(self, images: Sequence[str]) -> list[str]:
+        """The images that are not on this machine. Looks at each, and waits for it.
+
+        Raises:
+            ValueError: the backend has no images, or its command does not run.
+        """
+        if self._config.backend is not SandboxBackend.container:
+            raise ValueError(f"agent.sandbox.backend {self._config.backend.value} has no images. Use container.")
+        try:
+            return ContainerSandbox(self._config).missing_images(images)
+        except SandboxError as error:
+            raise ValueError(str(error)) from error
+
+    async def _admitted(self, opened: Callable[[], Awaitable[Session]]) -> "PooledSession":
+        """A session that is opened when there is a place for it."""
         await self._sessions.enter()
         try:
-            session = await self._sandbox.session(language, folder=folder, limits=limits)
+            session = await opened()
         except BaseException:
             self._sessions.leave()
             raise

@@ -2,14 +2,12 @@
 
 import ast
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from slimrl.environments.bare_packages import make_bare
 from slimrl.environments.software_repair.packages import Package
 
 _BARE = (
@@ -34,22 +32,8 @@ class Bug:
 
 
 def import_parts() -> None:
-    """Let the modules be imported that are used here without what their packages import: other languages' parsers,
-    docker, datasets and modal."""
-    for name in _BARE:
-        if name in sys.modules:
-            continue
-        parent, _, last = name.rpartition(".")
-        if parent:
-            folders = [str(Path(folder, last)) for folder in sys.modules[parent].__path__]
-        else:
-            spec = find_spec(name)
-            if spec is None or spec.submodule_search_locations is None:
-                raise ValueError(f"{name} is not installed: install slimrl/environments/locks/software_repair.txt")
-            folders = list(spec.submodule_search_locations)
-        package = ModuleType(name)
-        package.__path__ = folders
-        sys.modules[name] = package
+    """Let the modules be imported that are used here without other languages' parsers, docker, datasets and modal."""
+    make_bare(_BARE, "software_repair")
 
 
 def candidates(package: Package, base: Path, seed: int) -> Iterator[Bug]:

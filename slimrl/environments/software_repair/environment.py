@@ -17,16 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slimrl.agent.environment import Observation, Turn, answers, error_text
+from slimrl.agent.environment import Observation, Turn, error_text
 from slimrl.agent.sandbox.interface import FileChange, Language, Program, SandboxError
 from slimrl.agent.sandbox.pool import PooledSession, SandboxPool
 from slimrl.agent.sandbox.tools import answer
-from slimrl.agent.tool_call import MalformedCall, ToolCall
+from slimrl.agent.tool_call import ToolCall
 from slimrl.config.schema.agent import SandboxLimits
 from slimrl.data.prompt import Prompt
 from slimrl.environments.software_repair import patches
+from slimrl.environments.software_repair.answered_calls import Answered, answer_calls
 from slimrl.environments.software_repair.grading import Grade, grade
-from slimrl.environments.software_repair.tools import EDIT, TOOLS, problem
+from slimrl.environments.software_repair.tools import EDIT, TOOLS
 
 LIMITS = SandboxLimits(cpu_s=60, memory_bytes=1024**3, disk_bytes=128 * 1024**2)
 """Limits of the copy; `wall_s` is that of a call"""
@@ -93,25 +94,10 @@ class SoftwareRepair:
         return Observation(messages=asked, tools=TOOLS, state_id=await self._state())
 
     async def step(self, turn: Turn) -> Observation:
-        results, errors, submitted = [], [], not turn.calls
-        for call in turn.calls:
-            if submitted:
-                results.append(error_text("the repair was submitted"))
-                continue
-            if isinstance(call, MalformedCall):
-                said = error_text(call.problem)
-            elif wrong := problem(call.name, call.arguments):
-                said = error_text(wrong)
-            elif call.name == "submit":
-                submitted, said = True, "submitted"
-            else:
-                said = await self._do(call)
-            results.append(said)
-            if said.startswith("error:"):
-                errors.append(call.name or "unknown")
-        if submitted or turn.is_last or turn.finish_reason == "end":
-            return await self._end(answers(turn, results), errors, submitted=submitted)
-        return Observation(messages=answers(turn, results), tool_errors=errors, state_id=await self._state())
+        answered = await answer_calls(turn, self._do)
+        if answered.submitted or turn.is_last or turn.finish_reason == "end":
+            return await self._end(answered)
+        return Observation(messages=answered.messages, tool_errors=answered.errors, state_id=await self._state())
 
     async def close(self) -> None:
         if self._session is not None:
@@ -129,7 +115,7 @@ class SoftwareRepair:
             return error_text(str(error))
         return answer(await self._session.run_program(program))
 
-    async def _end(self, messages: list[dict[str, Any]], errors: list[str], *, submitted: bool) -> Observation:
+    async def _end(self, answered: Answered) -> Observation:
         changed = await self._changed()
         assert self._session is not None
         # Its place may be the one that the verdict's own session waits for.
@@ -137,11 +123,11 @@ class SoftwareRepair:
         limits = replace(LIMITS, wall_s=float(self._suite_s), cpu_s=self._suite_s)
         graded = await grade(self._sandbox, self._base, self._metadata, changed, limits)
         return Observation(
-            messages=messages,
-            tool_errors=errors,
+            messages=answered.messages,
+            tool_errors=answered.errors,
             reward=self._reward(graded),
-            done=submitted,
-            truncated=not submitted,
+            done=answered.submitted,
+            truncated=not answered.submitted,
             state_id=_state_id(changed),
             metrics={
                 "success": float(graded.verdict.resolved),

@@ -44,7 +44,8 @@ def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> Ma
     supplied = dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox)
     in_loop = agent.environment_isolation is IsolationMode.loop
     check_class(agent.environment, make, agent.environment_args, supplied=supplied, asynchronous=in_loop)
-    check_arguments(agent.environment, make, agent.environment_args)
+    asked = parameters_of_type(getattr(make, "check", None) or make, SandboxPool)
+    check_arguments(agent.environment, make, dict.fromkeys(asked, sandbox) | agent.environment_args)
     check_roles(agent.environment, make, agent.roles)
     make_one = partial(make, **{**supplied, **agent.environment_args})
     return make_one if in_loop else partial(ThreadEnvironment, make_one)

@@ -53,10 +53,11 @@ class SandboxActor:
             if archive is not None:
                 await asyncio.to_thread(unpacked, archive, Path(folder))
             given = None if archive is None else Path(folder)
-            session = await self._own().session(language, folder=given, limits=limits)
-        name = uuid.uuid4().hex
-        self._sessions[name] = session
-        return name
+            return self._named(await self._own().session(language, folder=given, limits=limits))
+
+    async def open_image(self, image: str, limits: SandboxLimits) -> str:
+        """The name of a new session in an image's files."""
+        return self._named(await self._own().image_session(image, limits))
 
     async def run_in(self, name: str, code: str, wall_s: float | None) -> Result:
         return await self._sessions[name].run(code, wall_s=wall_s)
@@ -79,6 +80,11 @@ class SandboxActor:
     async def close(self) -> None:
         if self._pool is not None:
             await self._pool.close()
+
+    def _named(self, session: PooledSession) -> str:
+        name = uuid.uuid4().hex
+        self._sessions[name] = session
+        return name
 
     def _own(self) -> SandboxPool:
         """The pool, made in the actor's event loop."""
@@ -119,9 +125,14 @@ class NodeSandboxes:
     ) -> "NodeSession":
         """Raises SandboxError as `run`."""
         archive = None if folder is None else await asyncio.to_thread(packed, folder)
+        return await self._opened(limits or self._config.limits, "open", language, archive, limits)
+
+    async def image_session(self, image: str, limits: SandboxLimits) -> "NodeSession":
+        return await self._opened(limits, "open_image", image, limits)
+
+    async def _opened(self, limits: SandboxLimits, method: str, *arguments: Any) -> "NodeSession":
         place = self._freest()
-        name = await self.call(place, "open", language, archive, limits)
-        session = NodeSession(self, place, name, limits or self._config.limits)
+        session = NodeSession(self, place, await self.call(place, method, *arguments), limits)
         place.sessions.add(session)
         return session
 
