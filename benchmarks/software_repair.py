@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -28,7 +28,7 @@ from rich.console import Console
 from slimrl_tools.environment.check import write_data
 
 from slimrl.agent.isolation.interpreter import call_elsewhere
-from slimrl.agent.sandbox.interface import SandboxError
+from slimrl.agent.sandbox.interface import FileChange, SandboxError
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.data.prompt import Prompt
@@ -54,9 +54,9 @@ class Observed(SoftwareRepair):
 
     graded: Grade
 
-    def _reward(self, graded: Grade) -> float:
-        self.graded = graded
-        return super()._reward(graded)
+    async def _grade(self, changed: Mapping[str, FileChange]) -> Grade:
+        self.graded = await super()._grade(changed)
+        return self.graded
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,8 @@ from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.data.prompt import Prompt
 from slimrl.environments.software_repair import patches
-from slimrl.environments.software_repair.environment import REGRESSION, SoftwareRepair
+from slimrl.environments.software_repair.environment import SoftwareRepair
+from slimrl.environments.software_repair.grading import REGRESSION
 from slimrl.environments.software_repair.players import RandomPlayer, Solver
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60), needs_namespaces]
