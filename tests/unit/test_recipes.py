@@ -63,7 +63,15 @@ def test_a_recipe_is_refused_by_no_rule(name):
     evaluated = {f"data.eval.{name}" for name in ("heldout", "aime_2024", "aime_2025", "gsm8k_test", *BFCL)}
     if name in REAL:
         evaluated |= {f"data.{part}.{task}" for part in ("eval", "more") for task in ("chain_sum", "products", "gcd")}
-    known = {"data.train", "data.more.deepscaler", *evaluated, "trainer.fp8", "trainer.megatron.dsa_kernel_backend"}
+    known = {
+        "agent.command",
+        "agent.command_sandbox.paths",
+        "data.train",
+        "data.more.deepscaler",
+        *evaluated,
+        "trainer.fp8",
+        "trainer.megatron.dsa_kernel_backend",
+    }
     assert {note.key for note in planned.notes} <= known
     assert ("trainer.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
 
