@@ -61,7 +61,7 @@ class Observed(SoftwareRepair):
 
 @dataclass(kw_only=True)
 class Counts:
-    """Of the episodes that were played in one way."""
+    """What came of the episodes that were played in one way."""
 
     episodes: int = 0
     resolved: int = 0

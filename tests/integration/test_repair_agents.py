@@ -116,6 +116,18 @@ async def test_what_a_task_raises_fails_its_trajectory(folder):
         assert failed.metadata["error"].startswith(cause)
 
 
+@pytest.mark.parametrize("tests", ["hidden", "shown"])
+async def test_the_command_s_folder_has_the_bug_and_its_line_nothing_that_tells_the_place(folder, tmp_path, tests):
+    task = RepairTask(SandboxPool(SandboxConfig()), folder=str(folder), tests=tests)
+    line = {"id": "tally-1", "messages": PROMPT.messages, "label": 3, "metadata": METADATA}
+    given = await task.fill(line, tmp_path)
+    assert given.keys() == {"id", "messages", "label", "metadata"}
+    assert (given["label"], given["metadata"]) == (None, {})
+    assert (tmp_path / "tally/__init__.py").read_text() == BROKEN
+    assert (tmp_path / "tests/test_total.py").exists() == (tests == "shown")
+    assert ("without the tests" in given["messages"][0]["content"]) == (tests == "hidden")
+
+
 def test_of_a_copy_count_the_package_s_own_files_and_no_links_devices_or_too_much(folder, tmp_path, monkeypatch):
     base = folder / METADATA["base"]
     work = write_tasks(tmp_path) / METADATA["base"]

@@ -212,6 +212,12 @@ def test_the_task_of_a_command_is_made_with_the_sandbox_and_the_recipe_s_argumen
     first, second = agent.make_task(), agent.make_task()
     assert first.given == second.given == (POOL, "a")
     assert first is not second
+    recipe = Recipe(
+        agent=AgentConfig(command=["sh"], command_task="slimrl.environments.software_repair.command_task:Task")
+    )
+    ((key, absent),) = function_violations(recipe, "train")
+    assert key == "agent.command_task"
+    assert "has no Task" in absent
     for name, arguments, said in (
         ("Files", {"folder": "none"}, "Files: folder: none is there"),
         ("Files", {"folders": "a"}, "Files: cannot be made with sandbox, folders: .*folder"),

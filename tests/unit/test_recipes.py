@@ -88,7 +88,7 @@ def test_a_recipe_names_its_data_and_evaluates(name):
     assert len(recipe.data.eval) >= 1
     assert len(set(files)) == len(files)
     assert all(file.endswith(".jsonl") for file in files)
-    assert recipe.agent.environment or "\\boxed{}" in (recipe.agent.system_prompt or "")
+    assert recipe.agent.environment or recipe.agent.command_task or "\\boxed{}" in (recipe.agent.system_prompt or "")
 
 
 @pytest.mark.parametrize(("start", "model"), LARGE.items())
