@@ -404,3 +404,13 @@ def test_episodes_of_an_environment_are_timed_alone_and_at_once(tmp_path: Path):
     assert (alone["at_once"], at_once["at_once"]) == (1, 3)
     assert alone["solved_fraction"] == at_once["solved_fraction"] == 1
     assert_positive(*alone.values(), *at_once.values())
+
+
+@pytest.mark.full
+def test_the_exploitability_of_a_random_model_is_measured(tmp_path: Path):
+    environment_python("open_spiel")
+    write_toy("qwen3_moe", tmp_path / "model", ToySize(layers=2, hidden=64, moe_intermediate=64), 0)
+    found = figures_of("exploitability", tmp_path / "out.json", str(tmp_path / "model"))[str(tmp_path / "model")]
+    # Nobody can win more than the stakes; a model that says any token says no move.
+    assert 0 < found["exploitability"] < 1
+    assert 0 < found["legal"] < 0.01
