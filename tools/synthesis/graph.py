@@ -72,7 +72,8 @@ def read_graph(file: Path) -> Graph:
     def parse(line: dict[str, Any], number: int) -> Fact:
         if unknown := line.keys() - {*_KEYS, "text"}:
             raise ValueError(f"has the unknown key {min(unknown)!r}; a fact has subject, relation, object and text")
-        fact = Fact(*(_name(line, key) for key in _KEYS), text=_name(line, "text") if "text" in line else "", line=number)
+        subject, relation, object_ = (_name(line, key) for key in _KEYS)
+        fact = Fact(subject, relation, object_, text=_name(line, "text") if "text" in line else "", line=number)
         if (before := lines.setdefault(fact.triple, number)) != number:
             raise ValueError(f"repeats the fact of line {before}")
         return fact

@@ -36,7 +36,7 @@ class Phrase:
 def plain_phrase(relation: str) -> Phrase:
     """How a relation is said of which nothing is known but its name."""
     noun = relation.replace("_", " ")
-    return Phrase(noun=f"{noun} of {{}}", subject_is=f"has {{}} as its {noun}", object_is=f"is the {noun} of {{}}")
+    return Phrase(noun=f"{noun} of {{}}", subject_is=f"has as its {noun} {{}}", object_is=f"is the {noun} of {{}}")
 
 
 def read_phrases(file: Path | None, relations: Iterable[str]) -> dict[str, Phrase]:

@@ -8,13 +8,13 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slimrl_tools.exit_codes import CheckFailed
 from slimrl_tools.synthesis.filters import has_shortcut, names_one
-from slimrl_tools.synthesis.graph import Graph, Triple
-from slimrl_tools.synthesis.proof import proof
-from slimrl_tools.synthesis.query import Query, as_json, constants, depth, members
+from slimrl_tools.synthesis.graph import Graph
+from slimrl_tools.synthesis.proof import Proof, proof
+from slimrl_tools.synthesis.query import Query, as_json, constants, members
 from slimrl_tools.synthesis.rendering import Renderer
 from slimrl_tools.synthesis.sampling import MIN_DEPTH, Sampler
 from slimrl_tools.synthesis.solver import Solver
@@ -31,24 +31,9 @@ class Question:
     query: Query
     text: str
     answer: str
-    proof: tuple[Triple, ...]
-
-    @property
-    def depth(self) -> int:
-        return depth(self.query)
-
-    @property
-    def named(self) -> set[str]:
-        """Entities that the text names."""
-        return constants(self.query)
-
-    @property
-    def hidden(self) -> set[str]:
-        """Entities that one has to find: the answer and those on the way."""
-        return {name for subject, _, object_ in self.proof for name in (subject, object_)} - self.named
-
-    def reworded(self, text: str) -> "Question":
-        return replace(self, text=text)
+    proof: Proof
+    rewritten: bool = False
+    """Whether a model has said the text in its words"""
 
 
 class Questions:
@@ -79,9 +64,11 @@ class Questions:
             ValueError: the graph has not so many of a kind and depth; says how many were found.
             CheckFailed: the two solvers differ.
         """
-        targets = sorted(self.heldout) if heldout else [one for one in self._graph.answerable if one not in self.heldout]
+        targets = (
+            sorted(self.heldout) if heldout else [one for one in self._graph.answerable if one not in self.heldout]
+        )
         found: list[Question] = []
-        shares = _shares(count, [[kind, hops] for kind in kinds for hops in range(MIN_DEPTH[kind], max_depth + 1)])
+        shares = _shares(count, [(kind, hops) for kind in kinds for hops in range(MIN_DEPTH[kind], max_depth + 1)])
         with Solver(self._graph.facts) as solver:
             for (kind, hops), share in shares:
                 for number in range(share):
@@ -119,17 +106,17 @@ class Questions:
             return "several_answers"
         if has_shortcut(query, answer, self._graph):
             return "shortcut"
-        text, facts = self._renderer.question(query), tuple(proof(query, answer, self._graph))
-        question = Question(kind=kind, query=query, text=text, answer=answer, proof=facts)
-        if not heldout and question.hidden & self.heldout:
+        shown = proof(query, answer, self._graph)
+        if not heldout and shown.found & self.heldout:
             return "held_out"
-        if names_one(text, question.hidden):
+        text = self._renderer.question(query)
+        if names_one(text, shown.found):
             return "names_what_is_looked_for"
         key = json.dumps(as_json(query))
         if key in self._known or text in self._known:
             return "repeated"
         self._known |= {key, text}
-        return question
+        return Question(kind=kind, query=query, text=text, answer=answer, proof=shown)
 
 
 def _shares[T](count: int, cells: Sequence[T]) -> list[tuple[T, int]]:

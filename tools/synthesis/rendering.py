@@ -30,7 +30,7 @@ class Renderer:
         asked = {PERSON: "Who", "thing": "What"}.get(kind, f"Which {kind}")
         said = f"{asked} {self._all_of(kept)}"
         if removed is not None:
-            out = [self._described(part, "a") for part in _parts(removed, Union)]
+            out = [self._removed(part) for part in _parts(removed, Union)]
             said += f", but is {'not' if len(out) == 1 else 'neither'} {' nor '.join(out)}"
         return f"{said}?"
 
@@ -46,6 +46,10 @@ class Renderer:
             phrase, name = self._phrases[part.relation], names.get(part.of) or self._name(part.of)
             said.append(phrase.noun.replace("{}", name) if part.forward else phrase.subject_is.replace("{}", name))
         return " and ".join(said)
+
+    def _removed(self, query: Query) -> str:
+        forward = isinstance(query, Projection) and query.forward
+        return self._name(query) if forward else self._described(query, "a")
 
     def _all_of(self, query: Query) -> str:
         parts = sorted(_parts(query, Intersection), key=_names_more)
@@ -66,7 +70,7 @@ class Renderer:
             case Entity(name):
                 return name
             case Union(parts):
-                return " or ".join(self._name(part) for part in sorted(parts, key=repr))
+                return f"either {' or '.join(self._name(part) for part in sorted(parts, key=repr))}"
             case _:
                 return self._described(query, "the" if len(members(query, self._graph)) == 1 else "a")
 
