@@ -7,7 +7,6 @@ from slimrl_tools.synthesis.graph import Graph
 from slimrl_tools.synthesis.query import (
     Anything,
     Difference,
-    Entity,
     Intersection,
     Projection,
     Query,
@@ -36,8 +35,7 @@ def weaker_queries(query: Query) -> Iterator[Query]:
     match query:
         case Projection(_, _, of):
             yield replace(query, of=Anything())
-            if not isinstance(of, Entity | Union):
-                yield of
+            yield of
             yield from (replace(query, of=weaker) for weaker in weaker_queries(of))
         case Intersection(parts):
             for place, part in enumerate(parts):
