@@ -25,9 +25,10 @@ def has_shortcut(query: Query, answer: str, graph: Graph) -> bool:
 def weaker_queries(query: Query) -> Iterator[Query]:
     """Queries from which one thing was left out, anywhere in the tree.
 
-    - One of the sets of an intersection, or what is taken away from a set.
+    - What a projection is of: the relation leads from anything. Where a set of an intersection is not needed at all,
+      this is not needed either.
     - A hop: what a projection is of stands in the projection's place.
-    - What a projection is of: the relation leads from anything.
+    - What is taken away from a set.
 
     A set that was united with others is not left out: where the answer is in only one of them, that one is enough, and
     a policy cannot know which it is before it has looked.
@@ -40,7 +41,6 @@ def weaker_queries(query: Query) -> Iterator[Query]:
         case Intersection(parts):
             for place, part in enumerate(parts):
                 others = parts[:place] + parts[place + 1 :]
-                yield others[0] if len(others) == 1 else Intersection(others)
                 yield from (Intersection((weaker, *others)) for weaker in weaker_queries(part))
         case Union(parts):
             for place, part in enumerate(parts):
