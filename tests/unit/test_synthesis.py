@@ -307,7 +307,7 @@ def test_other_words_that_say_something_else_are_not_taken(text, same):
 
 
 class _Model(BaseHTTPRequestHandler):
-    def do_POST(self):  # noqa: N802 - the library's name
+    def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         question = request["messages"][0]["content"].splitlines()[-1]
         # A third of the questions lose their names.

@@ -96,4 +96,4 @@ def _is_label(name: str) -> bool:
         label_text(name)
     except ValueError:
         return False
-    return True
+    return not set("{}\\") & set(name)

@@ -64,9 +64,7 @@ class Questions:
             ValueError: the graph has not so many of a kind and depth; says how many were found.
             CheckFailed: the two solvers differ.
         """
-        targets = (
-            sorted(self.heldout) if heldout else [one for one in self._graph.answerable if one not in self.heldout]
-        )
+        targets = sorted(self.heldout) if heldout else self._graph.answerable
         found: list[Question] = []
         shares = _shares(count, [(kind, hops) for kind in kinds for hops in range(MIN_DEPTH[kind], max_depth + 1)])
         with Solver(self._graph.facts) as solver:
