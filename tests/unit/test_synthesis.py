@@ -306,6 +306,15 @@ def test_other_words_that_say_something_else_are_not_taken(text, same):
     assert says_the_same(text, WITHOUT_ROME, PHRASES) is same
 
 
+def test_a_word_within_a_name_says_no_relation():
+    staff = Projection("employer", False, Entity("Elm Works"))
+    question = Question(
+        kind="chain", query=staff, answer="Bo Day", text="Who works for Elm Works?", proof=Proof((), frozenset())
+    )
+    assert says_the_same("Who is working at Elm Works?", question, PHRASES)
+    assert not says_the_same("Whom does Elm Works like?", question, PHRASES)
+
+
 class _Model(BaseHTTPRequestHandler):
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
