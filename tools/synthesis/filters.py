@@ -27,8 +27,8 @@ def weaker_queries(query: Query) -> Iterator[Query]:
 
     - What a projection is of: the relation leads from anything. Where a set of an intersection is not needed at all,
       this is not needed either.
-    - A hop: what a projection is of stands in the projection's place. Where that is a constant that is taken away from a
-      set, nothing is taken away.
+    - A hop: what a projection is of stands in the projection's place. Where that is a constant, and is taken away from
+      a set, nothing is taken away.
 
     A set that was united with others is not left out: where the answer is in only one of them, that one is enough, and
     a policy cannot know which it is before it has looked.
