@@ -73,3 +73,21 @@ def questions(
             f"{out}: {num} + {heldout} questions, {made['verified']} verified, {made['rewritten']} rewritten, "
             f"{made['conversations']} conversations\nleft out: {left_out}"
         )
+
+
+@app.command()
+def hindsight(
+    trajectories: Annotated[
+        Path, typer.Argument(metavar="TRAJECTORIES", help="JSONL of trajectories of an agent that searches the corpus.")
+    ],
+    graph: Annotated[Path, typer.Argument(metavar="GRAPH", help="The graph of which the corpus was made.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for prompts and conversations.")],
+    phrases: Annotated[Path | None, typer.Option(help="JSONL of how questions say the relations.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the questions, with which the same entities are held out.")] = 0,
+) -> None:
+    """Tell trajectories again as the solutions of what their searches did find, whatever was asked."""
+    from slimrl_tools.synthesis.hindsight import hindsight as tell_again
+
+    with exit_codes():
+        made = tell_again(trajectories, graph, phrases, out, seed)
+        typer.echo(f"{out}: {made['questions']} questions of {made['trajectories']['number']} trajectories")

@@ -36,8 +36,7 @@ class Demonstrator:
             messages += [call("search", query=query), {"role": "tool", "content": result}]
         if not shown.issuperset(self._passages.of(question.proof.facts)):
             return None
-        messages.append({"role": "assistant", "content": f"The answer is \\boxed{{{question.answer}}}."})
-        return {"messages": messages, "tools": [_schema()]}
+        return finished(messages, question)
 
     def _searches(self, query: Query, found: str, names: dict[Query, str]) -> Iterator[str]:
         """What to search for until a member of a query is found.
@@ -59,6 +58,12 @@ class Demonstrator:
                         yield from self._searches(part.of, source, names)
                         names[part.of] = source
                 yield self._renderer.search(query, names)
+
+
+def finished(messages: list[dict[str, Any]], question: Question) -> dict[str, Any]:
+    """A conversation that ends with the answer."""
+    last = {"role": "assistant", "content": f"The answer is \\boxed{{{question.answer}}}."}
+    return {"messages": [*messages, last], "tools": [_schema()]}
 
 
 @cache

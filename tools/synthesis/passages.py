@@ -13,6 +13,8 @@ class Passages:
         for fact in graph.facts.values():
             self._sentences[fact.subject].append(sentence(fact, phrases))
         self._ids = {subject: f"p{place}" for place, subject in enumerate(self._sentences)}
+        self.subjects = {name: subject for subject, name in self._ids.items()}
+        """Id of a passage -> the entity that it is about"""
 
     def lines(self) -> Iterator[dict[str, str]]:
         for subject, sentences in self._sentences.items():

@@ -77,8 +77,7 @@ class Questions:
                             f"ones of kind {kind} and depth {hops} were found. Ask for fewer, for a smaller --depth, "
                             "or for other --kinds"
                         )
-                    if (answers := solver.answers(question.query)) != {question.answer}:
-                        raise CheckFailed(f"{question.text} {question.answer}, but the second solver has {answers}")
+                    verify(question, solver)
                     found.append(question)
         self._rng.shuffle(found)
         return found
@@ -90,10 +89,17 @@ class Questions:
             query = self._sampler.draw(kind, hops, target)
             if query is None:
                 continue
-            drawn = self._question(kind, query, target, heldout)
-            if isinstance(drawn, Question):
-                return drawn
-            self.left_out[drawn] += 1
+            question = self.ask(kind, query, target, heldout=heldout)
+            if question is not None:
+                return question
+        return None
+
+    def ask(self, kind: str, query: Query, answer: str, *, heldout: bool) -> Question | None:
+        """A question for a member of a query; None, and why is counted in `left_out`, if it is none that is wanted."""
+        asked = self._question(kind, query, answer, heldout)
+        if isinstance(asked, Question):
+            return asked
+        self.left_out[asked] += 1
         return None
 
     def _question(self, kind: str, query: Query, answer: str, heldout: bool) -> Question | str:
@@ -115,6 +121,12 @@ class Questions:
             return "repeated"
         self._known |= {key, text}
         return Question(kind=kind, query=query, text=text, answer=answer, proof=shown)
+
+
+def verify(question: Question, solver: Solver) -> None:
+    """Raises CheckFailed if the second solver has other answers than a question."""
+    if (answers := solver.answers(question.query)) != {question.answer}:
+        raise CheckFailed(f"{question.text} {question.answer}, but the second solver has {answers}")
 
 
 def _shares[T](count: int, cells: Sequence[T]) -> list[tuple[T, int]]:

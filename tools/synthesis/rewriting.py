@@ -83,12 +83,12 @@ def says_the_same(text: str, question: Question, phrases: Phrases) -> bool:
         and len(text) <= MAX_GROWTH * len(question.text)
         and all(f" {normal_form(name)} " in words for name in named)
         and not names_one(text, question.proof.found)
-        and all(_is_said(one.relation, text, named, phrases) for one in parts if isinstance(one, Projection))
+        and all(is_said(one.relation, text, named, phrases) for one in parts if isinstance(one, Projection))
         and (not any(isinstance(one, Difference) for one in parts) or _DENIES.search(text) is not None)
     )
 
 
-def _is_said(relation: str, text: str, named: Iterable[str], phrases: Phrases) -> bool:
+def is_said(relation: str, text: str, named: Iterable[str], phrases: Phrases) -> bool:
     """Whether a word of a relation's phrase, or of its name, occurs outside of the names."""
     for name in sorted(named, key=len, reverse=True):
         text = text.replace(name, "")

@@ -45,7 +45,7 @@ class Solver:
 class _Statement:
     def __init__(self) -> None:
         self.values: list[str] = []
-        """Of the statement's question marks, in order"""
+        """What stands for the statement's question marks, in order"""
         self._num_facts = 0
 
     def select(self, what: str, tables: list[str], query: Query) -> str:

@@ -71,13 +71,13 @@ def synthesize(
         demonstrator = Demonstrator(graph, renderer, passages)
         told = [line for one in final["train"][: wanted.conversations] if (line := demonstrator.conversation(one))]
         for name, part in final.items():
-            write_lines(partial / f"{name}.jsonl", _prompts(name, part, graph, passages))
+            write_lines(partial / f"{name}.jsonl", prompt_lines(name, part, graph, passages))
         write_lines(partial / "sft.jsonl", told)
         write_lines(partial / "corpus.jsonl", passages.lines())
         provenance = {
             "graph": {"file": graph_file.name, "sha256": graph.sha256, "facts": len(graph.facts),
                       "entities": len(graph.entities), "relations": len(graph.relations)},
-            "phrases": phrases_file and {"file": phrases_file.name, "sha256": _sha256(phrases_file)},
+            "phrases": phrases_file and {"file": phrases_file.name, "sha256": sha256_of(phrases_file)},
             "seed": wanted.seed,
             "counts": {name: _counts(part) for name, part in final.items()},
             "heldout_entities": len(questions.heldout),
@@ -91,7 +91,9 @@ def synthesize(
     return provenance
 
 
-def _prompts(name: str, questions: Sequence[Question], graph: Graph, passages: Passages) -> Iterator[dict[str, Any]]:
+def prompt_lines(
+    name: str, questions: Sequence[Question], graph: Graph, passages: Passages
+) -> Iterator[dict[str, Any]]:
     for number, one in enumerate(questions):
         metadata = {
             "kind": one.kind,
@@ -114,5 +116,5 @@ def _counts(questions: Sequence[Question]) -> dict[str, int]:
     return {"all": len(questions), **dict(sorted(counts.items()))}
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
