@@ -30,13 +30,13 @@ def graph_file(tmp_path):
 
 
 def seed_holding(graph_file, name: str, held: bool) -> int:
-    """A seed with which an entity is held out, or no entity of its chain is."""
+    """A seed with which an entity is held out, or none that these tests ask for."""
     graph = read_graph(graph_file)
     renderer = Renderer(graph, read_phrases(None, graph.relations))
-    chain = {"Elm Works", "Ann Lee", "Di Roe", "Rome"}
+    wanted = {"Elm Works", "Ann Lee", "Di Roe", "Rome", "Bo Day", "Ed Poe"}
     for seed in range(100):
         heldout = Questions(graph, renderer, random.Random(seed)).heldout
-        if (name in heldout) if held else not heldout & chain:
+        if (name in heldout) if held else not heldout & wanted:
             return seed
     raise AssertionError("no such seed")
 
@@ -57,23 +57,24 @@ def trajectory(graph_file, *searches) -> str:
 
 TEACHER = [("founder of Elm Works", ["Elm Works", "Oak Works"]), ("Ann Lee teacher", ["Ann Lee"])]
 HOME = [*TEACHER, ("where is the home of Di Roe?", ["Di Roe"])]
+OTHER = ("teacher of Bo Day", ["Bo Day"])
 BACK = [("who has the home Rome", ["Di Roe"]), ("whose teacher is Di Roe", ["Ann Lee"])]
 
 
 @pytest.mark.parametrize(
-    ("searches", "question", "label", "num_searches"),
+    ("searches", "question", "label", "used"),
     [
-        (TEACHER, "What is the teacher of the founder of Elm Works?", "Di Roe", 2),
-        (HOME, "What is the home of the teacher of the founder of Elm Works?", "Rome", 3),
-        (BACK, "What has as its teacher the thing that has as its home Rome?", "Ann Lee", 2),
+        (TEACHER, "What is the teacher of the founder of Elm Works?", "Di Roe", TEACHER),
+        (HOME, "What is the home of the teacher of the founder of Elm Works?", "Rome", HOME),
+        (BACK, "What has as its teacher the thing that has as its home Rome?", "Ann Lee", BACK),
         # The second search does not go on from what the first one found.
-        ([TEACHER[0], ("teacher of Bo Day", ["Bo Day"])], "What is the teacher of Bo Day?", "Ed Poe", 1),
+        ([TEACHER[0], OTHER], "What is the teacher of Bo Day?", "Ed Poe", [OTHER]),
         # Its result does not show the passage, and then its words name no relation.
-        ([TEACHER[0], ("Ann Lee teacher", ["Bo Day"])], "What is the founder of Elm Works?", "Ann Lee", 1),
-        ([TEACHER[0], ("Ann Lee", ["Ann Lee"])], "What is the founder of Elm Works?", "Ann Lee", 1),
+        ([TEACHER[0], ("Ann Lee teacher", ["Elm Works"])], "What is the founder of Elm Works?", "Ann Lee", TEACHER[:1]),
+        ([TEACHER[0], ("Ann Lee", ["Ann Lee"])], "What is the founder of Elm Works?", "Ann Lee", TEACHER[:1]),
     ],
 )
-def test_the_last_thing_that_was_found_is_asked_for(tmp_path, graph_file, searches, question, label, num_searches):
+def test_the_last_thing_that_was_found_is_asked_for(tmp_path, graph_file, searches, question, label, used):
     file = tmp_path / "rollout.jsonl"
     nothing = trajectory(graph_file, ("Elm Works", ["Elm Works"]))
     file.write_text(f"{nothing}\n{trajectory(graph_file, *searches)}\n")
@@ -81,17 +82,12 @@ def test_the_last_thing_that_was_found_is_asked_for(tmp_path, graph_file, search
     made = CliRunner().invoke(
         app, ["synthesize", "hindsight", str(file), str(graph_file), str(tmp_path / "out"), "--seed", str(seed)]
     )
-    if label == "Ed Poe" and made.stdout.endswith(" 0 questions of 2 trajectories\n"):
-        pytest.fail("Ed Poe is held out with this seed")
     assert made.stdout == f"{tmp_path / 'out'}: 1 questions of 2 trajectories\n", made.output
     (prompt,) = read_prompts(tmp_path / "out/train.jsonl")
     assert (prompt.messages[0]["content"], prompt.label) == (question, label)
     (told,) = [json.loads(line)["messages"] for line in (tmp_path / "out/sft.jsonl").read_text().splitlines()]
     calls = [one["tool_calls"][0]["function"]["arguments"]["query"] for one in told if "tool_calls" in one]
-    assert (
-        calls
-        == [words for words, _ in searches][len(searches) - num_searches if label == "Ed Poe" else 0 :][:num_searches]
-    )
+    assert calls == [words for words, _ in used]
     assert told[-1]["content"] == f"The answer is \\boxed{{{label}}}."
 
 
