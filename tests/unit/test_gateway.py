@@ -242,6 +242,10 @@ async def test_roles_of_an_agent_have_segments_and_rewards_of_their_own_though_t
         "black": encode("2<|im_end|>") + encode("3<|im_end|>"),
     }
     assert_every_sample_is_trained_once(trajectory, engine)
+    of_black = [one["content"] for one in trajectory.messages if one["conversation"] == "black"]
+    of_white = [one["content"] for one in trajectory.messages if one["conversation"] == "white"]
+    assert of_black == [QUESTION["content"], "1", NEXT["content"], "3"]
+    assert of_white == [QUESTION["content"], "1", NEXT["content"], "4"]
     await score(trajectory, PROMPT, posted_reward, 5.0)
     assert (trajectory.reward, trajectory.role_rewards) == (0.0, {"white": 1.0, "black": -1.0})
     white_alone, black_alone = by_role([trajectory])

@@ -14,7 +14,8 @@ PLAYERS = "players"
 
 
 class Player(Protocol):
-    """Says a role's next turn; in a thread if it is not asynchronous. A class may have `start` and `close`, both `async def`, for what it keeps."""
+    """Says a role's next turn; in a thread if it is not asynchronous. A class may have `start` and `close`, both `async
+    def`, for what it keeps."""
 
     def __call__(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]], seed: int

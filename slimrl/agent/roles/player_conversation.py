@@ -83,7 +83,8 @@ class PlayerConversation:
     async def _said(self, seed: int) -> Any:
         """What the player says; one that is not asynchronous runs in a thread."""
         call = partial(self._player, list(self.messages), tools=self._tools, seed=seed)
-        is_asynchronous = any(map(inspect.iscoroutinefunction, (self._player, type(self._player).__call__)))
+        player: Any = self._player
+        is_asynchronous = inspect.iscoroutinefunction(player) or inspect.iscoroutinefunction(type(player).__call__)
         said: Any = call() if is_asynchronous else await in_thread(call)
         return await said if inspect.isawaitable(said) else said
 
