@@ -147,7 +147,7 @@ test-clients: $(STAMP) ## agents as people use them before a scripted policy beh
 	@cp requirements/clients/package.json tests/clients/agents/*.mjs $(CLIENTS)
 	@npm install --prefix $(CLIENTS) --no-audit --no-fund --loglevel=error
 	@$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(CLIENTS)/python
-	@$(BIN)/uv pip install --quiet --python $(CLIENTS)/python/bin/python --requirement requirements/clients.txt
+	@$(BIN)/uv pip install --quiet --compile-bytecode --python $(CLIENTS)/python/bin/python --requirement requirements/clients.txt
 	$(BIN)/python -m pytest --numprocesses 0 tests/clients
 
 # No $(STAMP): the CUDA image and a bare machine with torch have packages of their own (docs/internals.md).

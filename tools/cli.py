@@ -16,6 +16,7 @@ from slimrl_tools.inspect.commands_diff_config import diff_config
 from slimrl_tools.inspect.commands_inspect import inspect
 from slimrl_tools.prepare.commands_prepare import prepare
 from slimrl_tools.search.commands_search import search_data, search_index
+from slimrl_tools.synthesis.commands_synthesize import app as synthesize
 from slimrl_tools.toy.commands_data import add_data_commands
 from slimrl_tools.toy.toy_configs import ALL_TOYS, ToySize, toy_config
 from slimrl_tools.verify.commands_verify import verify
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 app.add_typer(convert, name="convert")
 app.add_typer(environment, name="environment")
+app.add_typer(synthesize, name="synthesize")
 for command in (verify, inspect, quantize, dequantize, average, slice_layers, diff_config, prepare):
     app.command()(command)
 add_data_commands(app)

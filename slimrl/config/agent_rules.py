@@ -67,6 +67,10 @@ def agent_violations(recipe: Recipe) -> Iterator[Violation]:
     if agent.uses_gateway:
         yield from gateway_violations(agent)
     yield from _role_violations(agent)
+    if agent.command_task and not agent.command:
+        yield "agent.command_task", "there is no agent.command whose folder it could fill."
+    elif agent.command_task_args and not agent.command_task:
+        yield "agent.command_task_args", "there is no agent.command_task to take them."
     yield from mcp_violations(agent)
     yield from sandbox_violations(recipe)
     yield from _compaction_violations(recipe)

@@ -14,7 +14,7 @@ EXTENDS = "extends"
 PASSTHROUGH = ("trainer.megatron", "critic.trainer.megatron", "rollout.sglang", "teacher.sglang")
 NAME = "NAME"
 """Placeholder in keys of the schema for a name that a recipe chooses: `reward.parts.NAME.weight`."""
-WHOLE = ("agent.environment_args", "agent.command_env")
+WHOLE = ("agent.environment_args", "agent.command_env", "agent.command_task_args")
 """Mappings that are values, which a later file replaces whole, and no sections"""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from broken_package import METADATA, write_tasks
 from sandboxes import needs_namespaces
 from slimrl_tools.toy.toy import ToySize, write_toy
 from venvs import environment_python
@@ -377,6 +378,25 @@ def test_trls_half_of_a_race_of_a_pretrained_model(tmp_path: Path):
     assert_positive(*report["rates"]["TRL"].values())
 
 
+@pytest.mark.full
+@needs_namespaces
+def test_episodes_of_software_repair_leave_nothing_and_are_judged_as_swe_bench_does(tmp_path: Path):
+    environment_python("software_repair")
+    folder = write_tasks(tmp_path / "data")
+    prompt = {"id": "tally-1", "prompt": "total([1, 2]) is 2", "label": None, "metadata": METADATA}
+    (folder / "train.jsonl").write_text(json.dumps(prompt) + "\n")
+    sizes = ("--data", str(folder), "--episodes", "22", "--at-once", "4")
+    figures = figures_of("software_repair", tmp_path / "repair.json", *sizes)
+    assert (figures["episodes"], figures["leftovers"], figures["problems"]) == (22, [], [])
+    policies = figures["policies"]
+    assert sum(one["episodes"] for one in policies.values()) == 22
+    resolved = {name for name, one in policies.items() if one["resolved"]}
+    assert resolved == {"the patch", "processes left"}
+    assert policies["expected to fail"]["stricter"] == policies["expected to fail"]["episodes"] == 2
+    assert sum(one["disagreements"] for one in policies.values()) == 0
+    assert_positive(figures["episodes_per_minute"], figures["cpu_s_per_episode"])
+
+
 def test_episodes_of_an_environment_are_timed_alone_and_at_once(tmp_path: Path):
     environment_python("bfcl")
     sizes = ("--episodes", "6", "--at-once", "3", "--tasks", "2")
@@ -384,3 +404,13 @@ def test_episodes_of_an_environment_are_timed_alone_and_at_once(tmp_path: Path):
     assert (alone["at_once"], at_once["at_once"]) == (1, 3)
     assert alone["solved_fraction"] == at_once["solved_fraction"] == 1
     assert_positive(*alone.values(), *at_once.values())
+
+
+@pytest.mark.full
+def test_the_exploitability_of_a_random_model_is_measured(tmp_path: Path):
+    environment_python("open_spiel")
+    write_toy("qwen3_moe", tmp_path / "model", ToySize(layers=2, hidden=64, moe_intermediate=64), 0)
+    found = figures_of("exploitability", tmp_path / "out.json", str(tmp_path / "model"))[str(tmp_path / "model")]
+    # Nobody can win more than the stakes; a model that says any token says no move.
+    assert 0 < found["exploitability"] < 1
+    assert 0 < found["legal"] < 0.01

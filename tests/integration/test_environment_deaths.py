@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
+from broken_package import PROMPT, write_tasks
 from cli_runs import ENGINE, RECIPES, SIZE, CliRun, num_logged_steps
 from sandboxes import needs_namespaces
 from slimrl_tools.environment.check import write_data
 from slimrl_tools.toy.toy import write_toy
 from slow_talk import end_turns
-from test_software_repair import PROMPT, write_package
 from venvs import environment_python
 
 from slimrl.environments.catalogue import entry_of
@@ -106,7 +106,7 @@ def make_data(name: str, folder: Path) -> list[str]:
         environment_python(name)
         write_data(entry_of(name), folder, num=PROMPTS, heldout=1, seed=0, options=CASES[name].options)
         return [f"data.train={folder / 'train.jsonl'}"]
-    write_package(folder)
+    write_tasks(folder)
     task = {"messages": PROMPT.messages, "label": None, "metadata": PROMPT.metadata}
     lines = [{"id": str(number), **task} for number in range(PROMPTS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,13 +1,13 @@
 """The environment of software repair, on a package of a few lines: what earns the reward, and what does not."""
 
 import asyncio
-import difflib
 import json
 import subprocess
 from dataclasses import replace
 
 import psutil
 import pytest
+from broken_package import BROKEN, HOOK, METADATA, PROMPT, REPAIR, SOUND, write_tasks
 from sandboxes import needs_namespaces
 
 from slimrl.agent.environment import Turn
@@ -15,53 +15,17 @@ from slimrl.agent.sandbox.interface import SessionEnded
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.config.schema.agent import SandboxConfig
-from slimrl.data.prompt import Prompt
 from slimrl.environments.software_repair import patches
-from slimrl.environments.software_repair.environment import REGRESSION, SoftwareRepair
+from slimrl.environments.software_repair.environment import SoftwareRepair
+from slimrl.environments.software_repair.grading import REGRESSION
 from slimrl.environments.software_repair.players import RandomPlayer, Solver
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60), needs_namespaces]
 
-SOUND = "def total(values):\n    return sum(values)\n\n\ndef mean(values):\n    return total(values) / len(values)\n"
-BROKEN = SOUND.replace("return sum(values)", "return sum(values[1:])")
-TESTS = {
-    "tests/test_total.py": "import tally\n\n\ndef test_total():\n    assert tally.total([1, 2]) == 3\n\n\n"
-    "def test_of_nothing():\n    assert tally.total([]) == 0\n",
-    "tests/test_mean.py": "import tally\n\n\ndef test_mean():\n    assert tally.mean([0, 4]) == 2\n",
-}
-PATCH = "".join(
-    difflib.unified_diff(
-        BROKEN.splitlines(keepends=True), SOUND.splitlines(keepends=True), "a/tally/__init__.py", "b/tally/__init__.py"
-    )
-)
-METADATA = {
-    "repo": "tally 1.0",
-    "base": "bases/tally-1.0",
-    "code": ["tally"],
-    "tests": ["tests"],
-    "FAIL_TO_PASS": ["tests/test_total.py::test_total"],
-    "PASS_TO_PASS": ["tests/test_total.py::test_of_nothing", "tests/test_mean.py::test_mean"],
-    "patch": PATCH,
-}
-PROMPT = Prompt(
-    prompt_id="tally-1", messages=[{"role": "user", "content": "total([1, 2]) is 2"}], label=None, metadata=METADATA
-)
-REPAIR = "sed -i 's/values\\[1:\\]/values/' tally/__init__.py"
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("repair")
-    write_package(made)
-    return made
-
-
-def write_package(folder):
-    """The sound package, where the tasks of a data folder have theirs."""
-    base = folder / METADATA["base"]
-    for name, text in {"tally/__init__.py": SOUND, "pytest.ini": "[pytest]\n", **TESTS}.items():
-        (base / name).parent.mkdir(parents=True, exist_ok=True)
-        (base / name).write_text(text)
+    return write_tasks(tmp_path_factory.mktemp("repair"))
 
 
 @pytest.fixture
@@ -115,13 +79,6 @@ async def test_the_policy_sees_neither_the_sound_package_nor_the_tests_that_catc
 
 
 FORGED = "".join(f"PASSED {test}\\n" for test in (*METADATA["FAIL_TO_PASS"], *METADATA["PASS_TO_PASS"]))
-HOOK = """
-import pytest
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    outcome = yield
-    outcome.get_result().outcome = 'passed'
-"""
 PATCHED_IN_PACKAGE = """
 import _pytest.reports as reports
 make = reports.TestReport.from_item_and_call.__func__

@@ -19,6 +19,7 @@ INTEGRATION = {
         "test_session_files.py",
         "test_isolation.py",
         "test_environment_copies.py",
+        "test_roles.py",
         "test_rollout.py",
         "test_run_quickstart.py",
     ],

@@ -222,7 +222,7 @@ async def test_roles_of_an_agent_have_segments_and_rewards_of_their_own_though_t
         said = {}
         for role, how in (("white", {"head": white}), ("black", black)):
             said[role] = await chat(post, QUESTION, **how)
-        assert said["white"] != said["black"]
+        assert said["white"]["content"] == said["black"]["content"] == "1"
         await chat(post, QUESTION, said["black"], NEXT, **black)
         await chat(post, QUESTION, said["white"], NEXT, head=white)
         assert (await post("/reward", reward=0, by_role={"white": 1, "black": -1})).status_code == 200
@@ -232,14 +232,14 @@ async def test_roles_of_an_agent_have_segments_and_rewards_of_their_own_though_t
         refused = await post(messages=[QUESTION], head={"x-slimrl-role": "a b"})
         assert (refused.status_code, "no name of a role" in refused.text) == (400, True)
 
-    engine = ScriptedEngine(["1<|im_end|>", "2<|im_end|>", "3<|im_end|>", "4<|im_end|>"])
+    engine = ScriptedEngine(["1<|im_end|>", "1<|im_end|>", "3<|im_end|>", "4<|im_end|>"])
     trajectory, _ = await asked(engine, act)
     texts = {
         segment.role: tokens for segment, (tokens, _) in zip(trajectory.segments, trained(trajectory), strict=True)
     }
     assert texts == {
         "white": encode("1<|im_end|>") + encode("4<|im_end|>"),
-        "black": encode("2<|im_end|>") + encode("3<|im_end|>"),
+        "black": encode("1<|im_end|>") + encode("3<|im_end|>"),
     }
     assert_every_sample_is_trained_once(trajectory, engine)
     of_black = [one["content"] for one in trajectory.messages if one["conversation"] == "black"]

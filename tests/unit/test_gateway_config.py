@@ -16,6 +16,7 @@ from slimrl.agent.gateway import calculator_agent
 from slimrl.agent.gateway.agents import FunctionAgent
 from slimrl.agent.gateway.command_agent import CommandAgent
 from slimrl.agent.gateway.command_sandbox import hidden_program
+from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.agent_rules import agent_violations, command_words, gateway_file_violations, gateway_violations
@@ -23,13 +24,15 @@ from slimrl.config.check import check_loaded
 from slimrl.config.functions import function_violations
 from slimrl.config.load import load_recipe
 from slimrl.config.problems import Problem, RecipeError
-from slimrl.config.schema.agent import AgentConfig, CommandSandboxConfig, GatewayConfig
+from slimrl.config.schema.agent import AgentConfig, CommandSandboxConfig, GatewayConfig, SandboxConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.models.offline_recipe import read_offline
 from slimrl.rollout.task.environment import load_agent
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator_gateway.yaml"
+POOL = SandboxPool(SandboxConfig())
+HERE = "test_gateway_config"
 SYSTEM = "Put the answer in \\boxed{}."
 
 
@@ -119,7 +122,7 @@ def test_a_command_is_words_or_a_text(tmp_path: Path):
     assert command_words("sh -c 'a b'") == command_words(["sh", "-c", "a b"]) == ["sh", "-c", "a b"]
     for given in ("sh -c 'a b'", ["sh", "-c", "a b"]):
         loaded = load_recipe(RECIPE, [f"agent.command={given!r}", "agent.function=''"], "train")
-        agent = load_agent(loaded.recipe.agent)
+        agent = load_agent(loaded.recipe.agent, POOL)
         assert isinstance(agent, CommandAgent)
         assert list(agent.words) == ["sh", "-c", "a b"]
 
@@ -130,11 +133,11 @@ def test_files_among_the_words_are_found_from_the_workspace(tmp_path: Path, monk
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
     words = ["python", "scripts/agent.py", "scripts", "--task=scripts/agent.py", "word " * 1000]
-    agent = load_agent(AgentConfig(command=words, command_env={"A": "b"}))
+    agent = load_agent(AgentConfig(command=words, command_env={"A": "b"}), POOL)
     assert isinstance(agent, CommandAgent)
     assert agent.words == ["python", str(tmp_path / "scripts/agent.py"), *words[2:]]
     assert agent.env == {"A": "b"}
-    own = load_agent(AgentConfig(command=["./python"]))
+    own = load_agent(AgentConfig(command=["./python"]), POOL)
     assert isinstance(own, CommandAgent)
     assert own.words == [str(tmp_path / "python")]
 
@@ -173,7 +176,68 @@ def test_a_function_that_is_not_there_or_takes_something_else_is_refused():
     assert key == "agent.function"
     assert said.endswith("Did you mean solve?")
     with pytest.raises(ValueError, match="cannot be called as calculator"):
-        load_agent(AgentConfig(function="slimrl.agent.calculator:calculator"))
+        load_agent(AgentConfig(function="slimrl.agent.calculator:calculator"), POOL)
+
+
+class Files:
+    def __init__(self, sandbox: SandboxPool, *, folder: str) -> None:
+        self.given = sandbox, folder
+
+    @classmethod
+    def check(cls, *, folder: str) -> None:
+        if folder == "none":
+            raise ValueError("folder: none is there")
+
+    async def fill(self, line: Any, work: Path) -> Any:
+        return line
+
+    async def judge(self, work: Path) -> float:
+        return 1.0
+
+
+class Unjudged:
+    async def fill(self, line: Any, work: Path) -> Any:
+        return line
+
+    def judge(self, work: Path) -> float:
+        return 1.0
+
+
+def test_the_task_of_a_command_is_made_with_the_sandbox_and_the_recipe_s_arguments():
+    def loaded(name: str, **arguments: str) -> Any:
+        agent = AgentConfig(command=["sh"], command_task=f"{HERE}:{name}", command_task_args=arguments)
+        return load_agent(agent, POOL)
+
+    agent = loaded("Files", folder="a")
+    first, second = agent.make_task(), agent.make_task()
+    assert first.given == second.given == (POOL, "a")
+    assert first is not second
+    recipe = Recipe(
+        agent=AgentConfig(command=["sh"], command_task="slimrl.environments.software_repair.command_task:Task")
+    )
+    ((key, absent),) = function_violations(recipe, "train")
+    assert key == "agent.command_task"
+    assert "has no Task" in absent
+    for name, arguments, said in (
+        ("Files", {"folder": "none"}, "Files: folder: none is there"),
+        ("Files", {"folders": "a"}, "Files: cannot be made with sandbox, folders: .*folder"),
+        ("Unjudged", {}, "Unjudged: has no `async def judge`, which the task of a command has"),
+        ("Filed", {}, "Did you mean Files"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            loaded(name, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("agent", "key"),
+    [
+        ({"function": "a:f", "command_task": "a:T"}, "agent.command_task"),
+        ({"command_task": "a:T"}, "agent.command_task"),
+        ({"command": ["sh"], "command_task_args": {"a": 1}}, "agent.command_task_args"),
+    ],
+)
+def test_a_task_without_its_command_and_arguments_without_their_task_are_named(agent: dict[str, Any], key: str):
+    assert [one for one, _ in agent_violations(Recipe(agent=AgentConfig(**agent)))] == [key]
 
 
 async def test_the_calculators_agent_acts_as_the_built_in_loop_does():

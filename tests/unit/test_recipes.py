@@ -63,7 +63,15 @@ def test_a_recipe_is_refused_by_no_rule(name):
     evaluated = {f"data.eval.{name}" for name in ("heldout", "aime_2024", "aime_2025", "gsm8k_test", *BFCL)}
     if name in REAL:
         evaluated |= {f"data.{part}.{task}" for part in ("eval", "more") for task in ("chain_sum", "products", "gcd")}
-    known = {"data.train", "data.more.deepscaler", *evaluated, "trainer.fp8", "trainer.megatron.dsa_kernel_backend"}
+    known = {
+        "agent.command",
+        "agent.command_sandbox.paths",
+        "data.train",
+        "data.more.deepscaler",
+        *evaluated,
+        "trainer.fp8",
+        "trainer.megatron.dsa_kernel_backend",
+    }
     assert {note.key for note in planned.notes} <= known
     assert ("trainer.fp8" in {note.key for note in planned.notes}) == ("fp8_training" in name)
 
@@ -80,7 +88,7 @@ def test_a_recipe_names_its_data_and_evaluates(name):
     assert len(recipe.data.eval) >= 1
     assert len(set(files)) == len(files)
     assert all(file.endswith(".jsonl") for file in files)
-    assert recipe.agent.environment or "\\boxed{}" in (recipe.agent.system_prompt or "")
+    assert recipe.agent.environment or recipe.agent.command_task or "\\boxed{}" in (recipe.agent.system_prompt or "")
 
 
 @pytest.mark.parametrize(("start", "model"), LARGE.items())

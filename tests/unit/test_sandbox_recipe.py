@@ -111,6 +111,7 @@ async def test_a_tool_gets_the_sandbox_and_the_recipes_arguments_which_the_model
     [
         (recipe_of(tools=["slimrl.agent.calculator:calculator", "slimrl.agent.sandbox.tools:python"]), "tools:python"),
         (recipe_of(environment=f"{HERE}:Lab"), ":Lab"),
+        (recipe_of(command=["sh"], command_task=f"{HERE}:Lab"), ":Lab"),
     ],
 )
 def test_a_machine_without_bubblewrap_is_refused_where_something_asks_for_the_sandbox(

@@ -3,19 +3,22 @@
 import json
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from slimrl.agent.gateway.agents import AgentFailed
 from slimrl.agent.gateway.command_sandbox import INSIDE, LOOPBACK, handed_socket, sandboxed
+from slimrl.agent.gateway.command_task import CommandTask
 from slimrl.agent.gateway.connection import Connection
 from slimrl.agent.gateway.once_pipe import KEY_VARIABLE, OncePipe
 from slimrl.agent.gateway.output_tail import OutputTail
 from slimrl.agent.gateway.workspace import Workspace, command_environment, workspace
 from slimrl.base.processes import end_group, ended
 from slimrl.config.schema.agent import CommandSandboxConfig
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +31,33 @@ class CommandAgent:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the command that the recipe adds"""
     sandbox: CommandSandboxConfig = field(default_factory=CommandSandboxConfig)
+    make_task: Callable[[], CommandTask] | None = None
+    """Makes what fills the folder of each trajectory's command and rewards it; None for an empty folder"""
+    task_path: str = ""
+    """Import path of the task's class"""
 
     async def run(self, line: Mapping[str, Any], connection: Connection, afterwards: AsyncExitStack) -> str:
         try:
             place = await afterwards.enter_async_context(workspace())
+            task = None if self.make_task is None else self.make_task()
+            if task is not None:
+                line = await self._of_task(task.fill(line, place.work))
             code, said = await self._ran(line, connection, place)
+            if task is not None:
+                await self._of_task(_post_verdict(task, place, connection))
         except OSError as error:
             raise AgentFailed(f"{self.words[0]} cannot be started: {error}") from None
         if code:
             raise AgentFailed(f"{self.words[0]} ended with exit code {code}{said}")
         return f"{self.words[0]} ended with exit code 0{said}"
+
+    async def _of_task(self, call: Awaitable[_T]) -> _T:
+        """What a method of the task returns. Raises AgentFailed."""
+        try:
+            return await call
+        except Exception as error:
+            # A task's own code may raise anything.
+            raise AgentFailed(f"{self.task_path} raised {error!r}") from error
 
     async def _ran(self, line: Mapping[str, Any], connection: Connection, place: Workspace) -> tuple[int, str]:
         """The command's exit code, and what it last wrote."""
@@ -108,3 +128,8 @@ class CommandAgent:
             pass_fds=files,
             start_new_session=True,
         )
+
+
+async def _post_verdict(task: CommandTask, place: Workspace, connection: Connection) -> None:
+    """Raises what the task raises, and ApiError: its verdict is no finite number."""
+    connection.post(await task.judge(place.work))

@@ -20,6 +20,8 @@ class Connection:
     """Key for requests of the policy's turns"""
     reward_key: str = field(repr=False)
     """Key for posting the trajectory's reward: not for what the policy may see"""
+    post: Callable[[float], None] = field(repr=False)
+    """Sets the trajectory's posted reward"""
     serve: Callable[[socket.socket], AbstractAsyncContextManager[None]] = field(repr=False)
     """Lets the gateway accept from a further socket, and closes it at the end"""
     handed: list[OncePipe] = field(default_factory=list, repr=False)

@@ -127,7 +127,9 @@ class GatewayServer:
         self._listener.check()
         name, key, reward_key = secrets.token_hex(8), f"sk-{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}"
         url = f"{self._url}/{name}"
-        connection = Connection(url=url, api_key=key, reward_key=reward_key, serve=self._listener.also)
+        connection = Connection(
+            url=url, api_key=key, reward_key=reward_key, post=session.post_reward, serve=self._listener.also
+        )
         self._sessions[name] = connection, session
         return connection
 

@@ -189,7 +189,7 @@ class Session:
             cause = f"{self._num_wrong} requests were refused, more than agent.gateway.max_refused: {most}"
             self.fault = (Status.failed, f"{cause}. The first: {self.refusal}")
 
-    def post_reward(self, value: Any, by_role: Any) -> None:
+    def post_reward(self, value: Any, by_role: Any = None) -> None:
         """
         Args:
             by_role: rewards of roles, an object of numbers; None for none.

@@ -269,6 +269,11 @@ class AgentConfig:
     """Environment variables of the command besides those that docs/gateway.md lists; nothing else is inherited."""
     command_sandbox: CommandSandboxConfig = field(default_factory=CommandSandboxConfig)
     """A sandbox around the command."""
+    command_task: OptionalClassPath = ""
+    """Import path `module:Class` of what fills the command's folder and rewards what the command leaves there
+    (docs/gateway.md#a-task-of-files)."""
+    command_task_args: dict[str, FiniteValue] = field(default_factory=dict)
+    """Keyword arguments of each instance of that class."""
     max_commands: PositiveInt = 64
     """Commands that run at the same time; further trajectories wait before they begin."""
     function: OptionalImportPath = ""

@@ -13,7 +13,6 @@ import hashlib
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,13 @@ from slimrl.agent.sandbox.interface import FileChange, Language, Program, Sandbo
 from slimrl.agent.sandbox.pool import PooledSession, SandboxPool
 from slimrl.agent.sandbox.tools import answer
 from slimrl.agent.tool_call import ToolCall
-from slimrl.config.schema.agent import SandboxLimits
 from slimrl.data.prompt import Prompt
-from slimrl.environments.software_repair import patches
 from slimrl.environments.software_repair.answered_calls import Answered, answer_calls
-from slimrl.environments.software_repair.grading import Grade, grade
+from slimrl.environments.software_repair.grading import LIMITS, Grade, earned, grade, suite_limits
 from slimrl.environments.software_repair.tools import EDIT, TOOLS
+from slimrl.environments.software_repair.working_copy import lost, planted, task_text
 
-LIMITS = SandboxLimits(cpu_s=60, memory_bytes=1024**3, disk_bytes=128 * 1024**2)
-"""Limits of the copy; `wall_s` is that of a call"""
-REGRESSION = 0.5
-"""What a repair that breaks other tests loses (`reward: partial`)"""
-TASK = (
-    "{issue}\n\nThe current folder holds the package's code{tests}. Repair the code; only changes of the package's own "
-    "Python files count. Call `submit` when you are done."
-)
+SUBMIT = "Call `submit` when you are done."
 
 
 class SoftwareRepair:
@@ -60,7 +51,7 @@ class SoftwareRepair:
         suite_s: int = 120,
     ) -> None:
         self._sandbox, self._folder = sandbox, Path(folder)
-        self._partial, self._hidden, self._suite_s = reward == "partial", tests == "hidden", suite_s
+        self._partial, self._hidden, self._limits = reward == "partial", tests == "hidden", suite_limits(suite_s)
         self._session: PooledSession | None = None
 
     @classmethod
@@ -81,16 +72,12 @@ class SoftwareRepair:
         self._metadata: Mapping[str, Any] = prompt.metadata
         self._base = self._folder / prompt.metadata["base"]
         self._session = await self._sandbox.session(Language.shell, folder=self._base, limits=LIMITS)
-        patch = prompt.metadata["patch"]
-        path = patches.path_of(patch)
-        sound = (self._base / path).read_text()
-        await self._session.put({path: patches.apply(sound, patch, reverse=True).encode()})
-        if self._hidden:
-            files = sorted({test.partition("::")[0] for test in prompt.metadata["FAIL_TO_PASS"]})
-            await self._session.run(f"rm -f -- {shlex.join(files)}")
-        issue = str(prompt.messages[-1]["content"])
-        tests = ", without the tests that show this" if self._hidden else " and its tests"
-        asked = [*prompt.messages[:-1], {"role": "user", "content": TASK.format(issue=issue, tests=tests)}]
+        files = planted(self._base, prompt.metadata, hidden=self._hidden)
+        await self._session.put({path: content for path, content in files.items() if content is not None})
+        if gone := [path for path, content in files.items() if content is None]:
+            await self._session.run(f"rm -f -- {shlex.join(gone)}")
+        told = f"{task_text(str(prompt.messages[-1]['content']), hidden=self._hidden)} {SUBMIT}"
+        asked = [*prompt.messages[:-1], {"role": "user", "content": told}]
         return Observation(messages=asked, tools=TOOLS, state_id=await self._state())
 
     async def step(self, turn: Turn) -> Observation:
@@ -120,12 +107,11 @@ class SoftwareRepair:
         assert self._session is not None
         # Its place may be the one that the verdict's own session waits for.
         await self._session.close()
-        limits = replace(LIMITS, wall_s=float(self._suite_s), cpu_s=self._suite_s)
-        graded = await grade(self._sandbox, self._base, self._metadata, changed, limits)
+        graded = await self._grade(changed)
         return Observation(
             messages=answered.messages,
             tool_errors=answered.errors,
-            reward=self._reward(graded),
+            reward=earned(graded, partial=self._partial),
             done=answered.submitted,
             truncated=not answered.submitted,
             state_id=_state_id(changed),
@@ -138,10 +124,8 @@ class SoftwareRepair:
             },
         )
 
-    def _reward(self, graded: Grade) -> float:
-        if not self._partial:
-            return float(graded.verdict.resolved)
-        return graded.verdict.repaired - (REGRESSION if graded.verdict.kept < 1 else 0.0)
+    async def _grade(self, changed: Mapping[str, FileChange]) -> Grade:
+        return await grade(self._sandbox, self._base, self._metadata, changed, self._limits)
 
     async def _changed(self) -> dict[str, FileChange]:
         """What the copy has that the base has not; all of the package is gone if the copy cannot be read.
@@ -153,8 +137,7 @@ class SoftwareRepair:
         try:
             return await self._session.changed()
         except SandboxError:
-            path = patches.path_of(self._metadata["patch"])
-            return {path: FileChange(before=None, after=None)}
+            return lost(self._metadata)
 
     async def _state(self) -> str:
         return _state_id(await self._changed())

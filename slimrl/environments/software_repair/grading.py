@@ -19,6 +19,10 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxLimits
 from slimrl.environments.software_repair.suite import Verdict, statuses, suite_command, verdict
 
+LIMITS = SandboxLimits(cpu_s=60, memory_bytes=1024**3, disk_bytes=128 * 1024**2)
+"""Limits of a copy; `wall_s` is that of a call"""
+REGRESSION = 0.5
+"""What a repair that breaks other tests loses (`reward: partial`)"""
 REMOVE = "import json, os, sys\nfor path in json.load(sys.stdin):\n    os.remove(path)"
 OUTPUT_BYTES = 8 * 1024**2
 NOTHING = Verdict(repaired=0.0, kept=0.0)
@@ -33,6 +37,23 @@ class Grade:
     """Whether the suite ran to its end, and its log tells what happened"""
     seconds: float
     log: str
+
+
+def suite_limits(suite_s: int) -> SandboxLimits:
+    """Limits of the verdict's tests.
+
+    Args:
+        suite_s: their deadline, in seconds of wall clock and of CPU time of a process.
+    """
+    return replace(LIMITS, wall_s=float(suite_s), cpu_s=suite_s)
+
+
+def earned(graded: Grade, *, partial: bool) -> float:
+    """1 for a repair that resolves the task, else 0; with `partial` the fraction of the tests that it repairs, less
+    REGRESSION if others fail that passed."""
+    if not partial:
+        return float(graded.verdict.resolved)
+    return graded.verdict.repaired - (REGRESSION if graded.verdict.kept < 1 else 0.0)
 
 
 def counts(path: str, metadata: Mapping[str, Any]) -> bool:

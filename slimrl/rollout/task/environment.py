@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from slimrl.agent.environment_class import check_arguments, check_class, check_r
 from slimrl.agent.episode import EpisodeLoop, run_turns
 from slimrl.agent.gateway.agents import Agent, FunctionAgent
 from slimrl.agent.gateway.command_agent import CommandAgent
+from slimrl.agent.gateway.command_task import CommandTask, check_task
 from slimrl.agent.isolation.server import EnvironmentServer
 from slimrl.agent.isolation.thread_environment import ThreadEnvironment
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -112,11 +114,15 @@ def check_summary_request(compaction: CompactionConfig, chat: ChatFormat) -> Non
         chat.join(end, [], [asked], None)
 
 
-def load_agent(config: AgentConfig) -> Agent | None:
+def load_agent(config: AgentConfig, sandbox: SandboxPool) -> Agent | None:
     """The agent behind the gateway; None for a recipe without one.
 
+    Args:
+        sandbox: for the parameters of the command's task that are annotated with SandboxPool.
+
     Raises:
-        ValueError: there is no such function, or it does not take a data line and a connection.
+        ValueError: there is no such function, or it does not take a data line and a connection; or there is no such
+            task, or it does not take the recipe's arguments.
     """
     if config.command:
         program, *words = command_words(config.command)
@@ -125,11 +131,22 @@ def load_agent(config: AgentConfig) -> Agent | None:
             host=config.gateway.host,
             env=config.command_env,
             sandbox=config.command_sandbox,
+            make_task=_task_of(config, sandbox) if config.command_task else None,
+            task_path=config.command_task,
         )
     if config.function:
         function = resolve(config.function, arguments=("line", "connection"))
         return FunctionAgent(function=function, path=config.function)
     return None
+
+
+def _task_of(config: AgentConfig, sandbox: SandboxPool) -> Callable[[], CommandTask]:
+    """Makes the task of each trajectory's command. Raises ValueError."""
+    make = resolve(config.command_task, classes=True)
+    arguments = {**dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox), **config.command_task_args}
+    check_task(config.command_task, make, arguments)
+    check_arguments(config.command_task, make, config.command_task_args)
+    return partial(make, **arguments)
 
 
 def _absolute(word: str) -> str:

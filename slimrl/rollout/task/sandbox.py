@@ -68,13 +68,13 @@ def check_command_sandbox(agent: AgentConfig) -> None:
 
 
 def _users(recipe: Recipe) -> Iterator[str]:
-    """Import paths of tools, environment and rewards with a parameter that is annotated with SandboxPool.
+    """Import paths of tools, environment, command's task and rewards with a parameter annotated with SandboxPool.
 
     An environment in another process has none, and may need packages that are not here.
     """
     environment = recipe.agent.environment if recipe.agent.environment_isolation in IN_PROCESS else ""
     rewards = [recipe.reward.function, *(part.function for _, part in reward_parts(recipe.reward))]
-    for path in (*recipe.agent.tools, environment, *rewards):
+    for path in (*recipe.agent.tools, environment, recipe.agent.command_task, *rewards):
         if path and parameters_of_type(resolve(path, classes=True), SandboxPool):
             yield path
 

@@ -1,0 +1,93 @@
+"""`slimrl-tools synthesize`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from slimrl_tools.command_options import Seed, count
+from slimrl_tools.exit_codes import exit_codes
+
+app = typer.Typer(no_args_is_help=True, help="Questions from a graph of facts (docs/synthesis.md).")
+
+ALL_KINDS = "chain,intersection,union,negation,projection"
+
+
+@app.command()
+def graph(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for graph.jsonl and phrases.jsonl.")],
+    facts: Annotated[int, typer.Option(min=500, help="Facts of the graph.")] = 5000,
+    seed: Seed = 0,
+) -> None:
+    """Write an example graph: made-up people, companies, towns, schools and books."""
+    from slimrl_tools.synthesis.example import write_example
+
+    with exit_codes():
+        write_example(out, seed=seed, num_facts=facts)
+        typer.echo(f"{out}: {facts} facts")
+
+
+@app.command()
+def questions(
+    graph: Annotated[
+        Path,
+        typer.Argument(metavar="GRAPH", help='JSONL of {"subject", "relation", "object"}, with "text" or without.'),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for prompts, conversations and the corpus.")],
+    phrases: Annotated[Path | None, typer.Option(help="JSONL of how questions say the relations.")] = None,
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of questions, in equal parts, with commas between them.")
+    ] = ALL_KINDS,
+    depth: Annotated[int, count("Most hops from a name to the answer; all depths up to it in equal parts.")] = 3,
+    num: Annotated[int, count("Questions to train on.")] = 1000,
+    heldout: Annotated[int, count("Questions to evaluate on.")] = 100,
+    conversations: Annotated[
+        int, typer.Option(min=0, help="Questions to train on of which sft.jsonl gets a demonstration.")
+    ] = 500,
+    rewrite_url: Annotated[
+        str, typer.Option(help="OpenAI-compatible API, up to /v1, that says the questions in other words.")
+    ] = "",
+    rewrite_model: Annotated[str, typer.Option(help="The API's name of the model.")] = "",
+    rewrite_key_env: Annotated[str, typer.Option(help="Environment variable with the API's key.")] = "",
+    seed: Seed = 0,
+) -> None:
+    """Write questions whose answers follow from a graph of facts, each with its proof, verified by a second solver.
+
+    \b
+    Example:
+      slimrl-tools synthesize graph data/graph
+      slimrl-tools synthesize questions data/graph/graph.jsonl data/questions --phrases data/graph/phrases.jsonl
+    """
+    from slimrl_tools.synthesis.rewriting import Rewriter
+    from slimrl_tools.synthesis.synthesis import Wanted, synthesize
+
+    with exit_codes():
+        if bool(rewrite_url) != bool(rewrite_model):
+            raise ValueError("--rewrite-url and --rewrite-model: both are needed, or none")
+        wanted = Wanted(
+            num=num, heldout=heldout, conversations=conversations, kinds=kinds.split(","), depth=depth, seed=seed
+        )
+        rewriter = Rewriter(rewrite_url, rewrite_model, rewrite_key_env) if rewrite_url else None
+        made = synthesize(graph, phrases, out, wanted, rewriter)
+        left_out = ", ".join(f"{number} {reason.replace('_', ' ')}" for reason, number in made["left_out"].items())
+        typer.echo(
+            f"{out}: {num} + {heldout} questions, {made['verified']} verified, {made['rewritten']} rewritten, "
+            f"{made['conversations']} conversations\nleft out: {left_out}"
+        )
+
+
+@app.command()
+def hindsight(
+    trajectories: Annotated[
+        Path, typer.Argument(metavar="TRAJECTORIES", help="JSONL of trajectories of an agent that searches the corpus.")
+    ],
+    graph: Annotated[Path, typer.Argument(metavar="GRAPH", help="The graph of which the corpus was made.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for prompts and conversations.")],
+    phrases: Annotated[Path | None, typer.Option(help="JSONL of how questions say the relations.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the questions, with which the same entities are held out.")] = 0,
+) -> None:
+    """Tell trajectories again as the solutions of what their searches did find, whatever was asked."""
+    from slimrl_tools.synthesis.hindsight import hindsight as tell_again
+
+    with exit_codes():
+        made = tell_again(trajectories, graph, phrases, out, seed)
+        typer.echo(f"{out}: {made['questions']} questions of {made['trajectories']['number']} trajectories")
