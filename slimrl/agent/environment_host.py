@@ -24,6 +24,7 @@ from slimrl.agent.tools import ToolCrash
 from slimrl.base.threads import reportable
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.data.prompt import Prompt
+from slimrl.data.roles import ROLE_NAME, ROLE_NAME_RULE
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class EnvironmentHost:
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises EnvironmentFailure: it could not start, retries included."""
         begun = time.monotonic()
-        self._begun = _Begun(prompt=prompt, seed=seed, scratch=copy.deepcopy(scratch))
+        # A trajectory begins with an empty one, a sub-agent with that of its caller, which may hold what has no copy.
+        self._begun = _Begun(prompt=prompt, seed=seed, scratch=dict(scratch))
         self._scratch = scratch
         try:
             first = await self._started(lambda made: made.start(prompt, seed=seed, scratch=scratch), scratch)
@@ -117,8 +119,12 @@ class EnvironmentHost:
             observation = await self._call("step", partial(self._environment.step, turn), self._step_timeout_s)
         finally:
             self.measured["step_s"] += time.monotonic() - begun
-        if not (observation.messages or observation.done or observation.truncated):
+        is_over = observation.done or observation.truncated
+        if not (observation.messages or is_over):
             raise EnvironmentFailure(f"{self._name}: step gave no messages, and the episode is not over")
+        if not is_over and bool(observation.role) != bool(self._observations[0].role):
+            names = f"{self._observations[0].role!r} and then {observation.role!r}"
+            raise EnvironmentFailure(f"{self._name}: observations name the roles {names}; all must name one, or none")
         self._rewards.append(None if observation.reward is None else self._number(observation.reward, "reward"))
         self._states.append(observation.state_id)
         self._keep(observation)
@@ -133,7 +139,7 @@ class EnvironmentHost:
             EnvironmentFailure: the environment raised, or the same turns led to another state.
         """
         assert self._environment is not None
-        scratch = copy.deepcopy(self._scratch)
+        scratch = self._call_now("copy of its scratch", partial(copy.deepcopy, self._scratch))
         made = None
         if hasattr(self._environment, "copy"):
             make_copy = partial(self._environment.copy, scratch=scratch)
@@ -149,7 +155,7 @@ class EnvironmentHost:
 
     async def _replayed(self) -> tuple["EnvironmentHost", dict[str, Any]]:
         assert self._begun is not None
-        other, scratch = EnvironmentHost(self._make, self._agent), copy.deepcopy(self._begun.scratch)
+        other, scratch = EnvironmentHost(self._make, self._agent), dict(self._begun.scratch)
         try:
             seen = [await other.start(self._begun.prompt, seed=self._begun.seed, scratch=scratch)]
             seen += [await other.step(turn) for turn in self._turns]
@@ -220,8 +226,9 @@ class EnvironmentHost:
 
     def _check(self, name: str, observation: Observation) -> None:
         """Raises EnvironmentFailure if a field is of another type, which would end the run where it is read."""
-        if not isinstance(observation.role, str):
-            raise EnvironmentFailure(f"{self._name}: {name}: role must be a text, not {observation.role!r}")
+        role = observation.role
+        if not isinstance(role, str) or (role and not ROLE_NAME.fullmatch(role)):
+            raise EnvironmentFailure(f"{self._name}: {name}: role must be {ROLE_NAME_RULE}, not {role!r}")
         image = observation.image
         if image is not None and not (isinstance(image, bytes) and image.startswith(PNG)):
             raise EnvironmentFailure(f"{self._name}: {name}: image must be the bytes of a PNG")

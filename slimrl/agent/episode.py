@@ -24,7 +24,7 @@ from slimrl.agent.roles.player import Player, player_of
 from slimrl.agent.roles.player_conversation import PlayerConversation
 from slimrl.agent.subagents import DelegateAnswer, Delegation, add_tool_counts, answer_of
 from slimrl.agent.tool_environment import ToolEnvironment
-from slimrl.agent.tools import ToolAnswer, ToolBox, ToolCrash
+from slimrl.agent.tools import ToolAnswer, ToolBox, ToolCrash, ToolsUnavailable
 from slimrl.base.seeds import derive_seed
 from slimrl.base.spans import SPANS
 from slimrl.config.schema.agent import POLICY, AgentConfig
@@ -149,19 +149,32 @@ class EpisodeRunner:
     """The tools of the environment, if the environment consists of tools"""
     players: Mapping[str, Player] = field(default_factory=dict)
     """Who plays roles in place of the policy, by name"""
+    _open: dict[str, Player] = field(default_factory=dict, init=False)
+    """The players that were started, or whose start failed"""
 
     async def start(self) -> None:
         """Open what the tools and the players need; called once, before the first episode; raises ToolsUnavailable."""
         await asyncio.to_thread(self.tools.open)
-        for player in self.players.values():
-            if hasattr(player, "start"):
-                await player.start()
+        for name, player in self.players.items():
+            self._open[name] = player
+            try:
+                async with asyncio.timeout(self.agent.start_timeout_s):
+                    if hasattr(player, "start"):
+                        await player.start()
+            except Exception as error:
+                # A player of the task's own may raise anything.
+                raise ToolsUnavailable(f"agent.players.{name}: start failed: {error!r}") from error
 
     async def stop(self) -> None:
         """Close the tools and the players, and end the environments' processes; called once, after the last episode."""
-        for player in self.players.values():
-            if hasattr(player, "close"):
-                await player.close()
+        while self._open:
+            name, player = self._open.popitem()
+            try:
+                async with asyncio.timeout(self.agent.close_timeout_s):
+                    if hasattr(player, "close"):
+                        await player.close()
+            except Exception as error:  # noqa: BLE001 - a player of the task's own may raise anything
+                log.warning("agent.players.%s: close failed: %r", name, error)
         await asyncio.to_thread(self.tools.close)
         if isinstance(self.environment, EnvironmentServer):
             await self.environment.aclose()

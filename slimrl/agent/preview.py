@@ -51,7 +51,8 @@ async def preview_episode(
     runner = EpisodeRunner(
         engine=_ScriptedEngine(dialogue, list(first.messages), turns),
         dialogues=dialogues,
-        environment=lambda: _ScriptedEnvironment(first),
+        # The policy stands for whoever plays the role that begins.
+        environment=lambda: _ScriptedEnvironment(replace(first, role="")),
         rollout=replace(rollout, max_turns=len(turns), max_trajectory_tokens=2**31 - 1),
         agent=replace(agent, compaction=CompactionConfig(), subagents={}),
     )

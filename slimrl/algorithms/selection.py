@@ -12,6 +12,7 @@ them or not (`slimrl/algorithms/passes.py`).
 Groups follow the group id, never position or count.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,9 @@ def select(
     smallest = 2 if needs_others(algorithm) else 1
     usable = {g for g, own in members.items() if len(own) >= smallest and keeps([scored[i] for i in own])}
     scored = by_role([t for t in scored if t.group_id in usable], own_groups=algorithm.baseline_by_role)
+    # A role may have come to its turn in one trajectory of the prompt alone.
+    sizes = Counter(t.group_id for t in scored)
+    scored = [t for t in scored if sizes[t.group_id] >= smallest]
     for trajectory in scored:
         check_credit(trajectory, algorithm)
     ids, weights = [t.group_id for t in scored], stage_weights(algorithm.credit, step)

@@ -5,12 +5,17 @@ of the same role of the same prompt, so that baselines, ratios of sequences and 
 (role-conditioned advantage, SPIRAL, arXiv:2506.24119).
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from slimrl.data.trajectory import Segment, Trajectory
+
+ROLE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+"""Names of roles, which are a part of groups' ids and of metrics' names"""
+ROLE_NAME_RULE = "letters, digits, '.', '_' and '-', 64 at most"
 
 
 def trained_roles(trajectory: Trajectory) -> list[str]:

@@ -98,6 +98,13 @@ def check_fields(value: Mapping[str, Any]) -> None:
         "must be a list of objects",
     )  # fmt: skip
     _check_metadata(value.get("metadata", {}))
+    for role, facts in value.get("metadata", {}).get("roles", {}).items():
+        trained = facts.get("train") if isinstance(facts, dict) else None
+        _require(
+            isinstance(trained, bool), f"metadata.roles.{role}", "must be an object whose `train` is true or false"
+        )
+        paid = not trained or role in by_role or value["status"] == "failed"
+        _require(paid, "role_rewards", f"must have {role}, which metadata.roles says is trained")
 
 
 def _check_metadata(metadata: Any) -> None:

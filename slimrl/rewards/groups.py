@@ -35,8 +35,9 @@ async def score_group(
     for part, numbers in zip(parts, values, strict=True):
         for trajectory, number in zip(scored, numbers, strict=True):
             trajectory.reward += part.counted(number)
-            for role in trajectory.role_rewards:
-                trajectory.role_rewards[role] += part.counted(number)
+            # A new dict: a snapshot for a checkpoint may have the old one.
+            by_role = trajectory.role_rewards
+            trajectory.role_rewards = {role: own + part.counted(number) for role, own in by_role.items()}
             trajectory.rewards[part.name] = number
 
 

@@ -116,6 +116,8 @@ def endpoint(url: str, settings: EndpointSettings, *, adds: str = "") -> JsonEnd
 def _described(trajectory: Trajectory, prompt: Prompt) -> dict[str, Any]:
     for name in ("messages", "label", "metadata"):
         refuse_no_json(getattr(prompt, name), f"{name} of {prompt.prompt_id}")
+    # Of several roles all messages, each with its role as `conversation`.
+    said = trajectory.messages if "roles" in trajectory.metadata else own_messages(trajectory)
     return {
         "trajectory_id": trajectory.trajectory_id,
         "status": trajectory.status.value,
@@ -123,5 +125,5 @@ def _described(trajectory: Trajectory, prompt: Prompt) -> dict[str, Any]:
         "label": prompt.label,
         "metadata": prompt.metadata,
         # NaN and infinity, which a policy may write in a call, are no JSON: they would spoil the whole batch.
-        "messages": json.loads(json.dumps(own_messages(trajectory)), parse_constant=lambda _: None),
+        "messages": json.loads(json.dumps(said), parse_constant=lambda _: None),
     }

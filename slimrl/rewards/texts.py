@@ -20,7 +20,13 @@ _TAG = re.compile(r"<([A-Za-z][\w-]*)>")
 
 
 def own_messages(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """All messages after those that began the conversation, as far as the metadata says how many these were."""
+    """All messages after those that began the conversation, as far as the metadata says how many these were.
+
+    Raises:
+        ValueError: the trajectory has several roles, each of which has a conversation.
+    """
+    if "roles" in trajectory.metadata:
+        raise ValueError("this reward reads one conversation, and each role has its own; write a reward of your own")
     return trajectory.messages[trajectory.metadata.get("num_prompt_messages", 0) :]
 
 

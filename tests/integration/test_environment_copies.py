@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -101,6 +102,16 @@ async def test_copies_share_a_process_and_end_with_the_last_of_them():
         assert not psutil.pid_exists(pid)
     finally:
         server.close()
+
+
+async def test_a_scratch_of_which_there_is_no_copy_is_no_hindrance_until_one_is_made():
+    """A sub-agent begins with the scratch of its caller, in which a tool may keep a connection."""
+    host = EnvironmentHost(isolated_environments.AsyncCopyingCounter, AgentConfig())
+    await host.start(PROMPT, seed=0, scratch={"connection": threading.Lock()})
+    await host.step(turn("1"))
+    with pytest.raises(EnvironmentFailure, match="copy of its scratch raised TypeError"):
+        await host.branch()
+    await host.close()
 
 
 async def test_one_that_cannot_copy_itself_now_takes_its_turns_again():

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,12 +11,13 @@ from aiohttp import web
 from scripted_episode import CHAT, END, TOKENIZER, played, runner_of
 
 from slimrl.agent.environment import Environment, Observation, Turn
+from slimrl.agent.preview import preview_episode
 from slimrl.agent.roles.debate import Debate
 from slimrl.agent.roles.endpoint import Endpoint
 from slimrl.agent.roles.player import load_players
 from slimrl.agent.roles.writer_critic import WriterCritic
 from slimrl.agent.sandbox.pool import SandboxPool
-from slimrl.agent.tools import ToolBox
+from slimrl.agent.tools import ToolBox, ToolsUnavailable
 from slimrl.algorithms.selection import select
 from slimrl.algorithms.shaping import shape_rewards
 from slimrl.config.agent_rules import agent_violations
@@ -28,7 +31,9 @@ from slimrl.data.packing import pack
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Status, Trajectory, from_json, to_json
 from slimrl.rewards.environment import role_returns
+from slimrl.rewards.math import boxed_equivalent
 from slimrl.rewards.scoring import Score, score
+from slimrl.rewards.texts import own_texts
 from slimrl.rollout.task.environment import load_environment
 
 pytestmark = pytest.mark.integration
@@ -268,6 +273,23 @@ def test_values_of_turns_go_to_the_role_whose_turns_they_are():
         assert between in (0, 1)
 
 
+def test_a_role_that_spoke_in_one_trajectory_alone_has_nothing_to_compare_with():
+    games = [scored(f"t{n}", [3, 5 + n, 8 + n, 8], left=float(n), right=float(n)) for n in range(2)]
+    # The left role's first bid ends it.
+    games.append(auction(0, name="t2"))
+    asyncio.run(score(games[2], PROMPT, role_returns, 5.0))
+    assert list(games[2].role_rewards) == ["left"]
+    both = select(games, AlgorithmConfig(), lambda group: True, step=1)
+    assert [one.trajectory_id for one in both.trajectories] == [
+        "t0 left", "t0 right", "t1 left", "t1 right", "t2 left"
+    ]  # fmt: skip
+    left_alone = select(games[1:], AlgorithmConfig(), lambda group: True, step=1)
+    assert [one.trajectory_id for one in left_alone.trajectories] == ["t1 left", "t2 left"]
+    assert left_alone.num_groups == 1
+    given = select(games[1:], AlgorithmConfig(advantage="reward"), lambda group: True, step=1)
+    assert len(given.trajectories) == 3
+
+
 def test_a_role_that_is_not_trained_has_no_part_in_an_update():
     roles = {"right": RoleConfig(train=False)}
     games = [auction(3, 5 + n, 8 + n, 8, name=f"t{n}", roles=roles) for n in range(2)]
@@ -362,3 +384,124 @@ def test_a_critic_is_paid_for_the_answer_and_for_what_it_changed(draft: str, ans
     assert "A reader says:\nThink again." in told["writer"][2]
     asyncio.run(score(game, QUESTION, role_returns, 5.0))
     assert game.role_rewards == paid
+
+
+class Forgetful(Auction):
+    """Names no role after the start."""
+
+    async def step(self, turn: Turn) -> Observation:
+        return replace(await super().step(turn), role="")
+
+
+class Spaced(Auction):
+    async def start(self, prompt, *, seed, scratch):
+        return replace(await super().start(prompt, seed=seed, scratch=scratch), role="the left one")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (Forgetful, "the roles 'left' and then ''; all must name one, or none"),
+        (Spaced, "role must be letters, digits, '.', '_' and '-', 64 at most, not 'the left one'"),
+    ],
+)
+def test_roles_that_are_missing_or_no_names_fail_the_trajectory(environment, said):
+    agent = AgentConfig(environment="tests:Auction")
+    trajectory = asyncio.run(played(runner_of(f"3{END}", f"5{END}", environment=environment, agent=agent), PROMPT))
+    assert trajectory.status is Status.failed
+    assert said in trajectory.metadata["error"]
+
+
+def test_players_of_a_prompt_that_are_no_object_fail_the_trajectory():
+    prompt = Prompt(prompt_id="p:2", messages=PROMPT.messages, label=None, metadata={"players": ["Ann", "Bob"]})
+    assert "not an object of names by role" in auction(3, prompt=prompt).metadata["error"]
+
+
+class Opened:
+    """A player with a start and a close, either of which may fail."""
+
+    def __init__(self, log: list[str], name: str, *, fails: str = "") -> None:
+        self._log, self._name, self._fails = log, name, fails
+
+    async def start(self) -> None:
+        await self._do("start")
+
+    async def close(self) -> None:
+        await self._do("close")
+
+    async def _do(self, what: str) -> None:
+        self._log.append(f"{what} {self._name}")
+        if self._fails == what:
+            raise RuntimeError("no")
+
+
+async def test_a_player_that_does_not_start_is_named_and_those_that_were_opened_are_closed():
+    log: list[str] = []
+    runner = runner_of(environment=Auction)
+    players = {"a": Opened(log, "a", fails="close"), "b": Opened(log, "b", fails="start"), "c": Opened(log, "c")}
+    object.__setattr__(runner, "players", players)
+    with pytest.raises(ToolsUnavailable, match=r"agent\.players\.b: start failed: RuntimeError"):
+        await runner.start()
+    await runner.stop()
+    assert log == ["start a", "start b", "close b", "close a"]
+
+
+def test_a_player_that_blocks_holds_up_nobody_and_one_that_exits_fails_its_trajectory_alone():
+    def sleeps(messages, *, tools, seed):
+        time.sleep(0.5)
+        return "4"
+
+    def leaves(messages, *, tools, seed):
+        raise SystemExit(3)
+
+    async def game(player):
+        agent = AgentConfig(environment="tests:Auction", roles={"right": RoleConfig(player="script")})
+        runner = runner_of(f"3{END}", f"4{END}", environment=Auction, agent=agent)
+        object.__setattr__(runner, "players", {"script": player})
+        return await played(runner)
+
+    async def run():
+        playing = asyncio.create_task(game(sleeps))
+        longest = 0.0
+        while not playing.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - before)
+        return (await playing).status, longest, (await game(leaves)).metadata["error"]
+
+    status, longest, error = asyncio.run(run())
+    assert (status, longest < 0.4) == (Status.completed, True)
+    assert "the player script raised" in error
+
+
+def test_a_file_without_the_reward_of_a_trained_role_is_refused():
+    value = to_json(scored("t", [3, 5, 8, 8], left=1.0, right=0.0))
+    assert from_json(value).role_rewards == {"left": 1.0, "right": 0.0}
+    del value["role_rewards"]["right"]
+    with pytest.raises(ValueError, match="`role_rewards` must have right"):
+        from_json(value)
+    with pytest.raises(ValueError, match="left` must be an object whose `train` is true or false"):
+        from_json({**value, "metadata": {**value["metadata"], "roles": {"left": {}}}})
+
+
+def test_rewards_that_read_one_conversation_refuse_several():
+    game = auction(3, 5, 8, 8)
+    for reward in (boxed_equivalent, unboxed):
+        with pytest.raises(ValueError, match="each role has its own"):
+            asyncio.run(score(game, replace(PROMPT, label="8"), reward, 5.0))
+    without = replace(game, metadata={**game.metadata})
+    del without.metadata["roles"]
+    with pytest.raises(ValueError, match="has no roles that could be paid; use environment_return"):
+        role_returns(without, PROMPT)
+
+
+def unboxed(trajectory: Trajectory, prompt: Prompt) -> float:
+    return float(own_texts(trajectory)[-1] == "8")
+
+
+def test_the_preview_of_an_episode_shows_the_role_that_begins_whoever_plays_it():
+    prompt = Prompt(prompt_id="p:2", messages=PROMPT.messages, label=None, metadata={"players": {"left": "frozen"}})
+    runner = runner_of(environment=Auction)
+    preview = preview_episode(runner.dialogues, Auction, runner.rollout, AgentConfig(environment="a:B"), prompt)
+    (segment,) = asyncio.run(preview).segments
+    assert "You are left." in "".join(token.text for token in segment)

@@ -226,7 +226,8 @@ async def test_roles_of_an_agent_have_segments_and_rewards_of_their_own_though_t
         await chat(post, QUESTION, said["black"], NEXT, **black)
         await chat(post, QUESTION, said["white"], NEXT, head=white)
         assert (await post("/reward", reward=0, by_role={"white": 1, "black": -1})).status_code == 200
-        for wrong in ({"reward": 0, "by_role": [1]}, {"reward": 0, "by_role": {"white": "1"}}):
+        wrong_number = {"reward": "1", "by_role": {"white": 5}}
+        for wrong in ({"reward": 0, "by_role": [1]}, {"reward": 0, "by_role": {"white": "1"}}, wrong_number):
             assert (await post("/reward", **wrong)).status_code == 400
         refused = await post(messages=[QUESTION], head={"x-slimrl-role": "a b"})
         assert (refused.status_code, "no name of a role" in refused.text) == (400, True)
@@ -241,6 +242,10 @@ async def test_roles_of_an_agent_have_segments_and_rewards_of_their_own_though_t
         "black": encode("1<|im_end|>") + encode("3<|im_end|>"),
     }
     assert_every_sample_is_trained_once(trajectory, engine)
+    of_black = [one["content"] for one in trajectory.messages if one["conversation"] == "black"]
+    of_white = [one["content"] for one in trajectory.messages if one["conversation"] == "white"]
+    assert of_black == [QUESTION["content"], "1", NEXT["content"], "3"]
+    assert of_white == [QUESTION["content"], "1", NEXT["content"], "4"]
     await score(trajectory, PROMPT, posted_reward, 5.0)
     assert (trajectory.reward, trajectory.role_rewards) == (0.0, {"white": 1.0, "black": -1.0})
     white_alone, black_alone = by_role([trajectory])

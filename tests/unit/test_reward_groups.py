@@ -10,6 +10,7 @@ from slimrl.data.trajectory import Status
 from slimrl.rewards.groups import score_group
 from slimrl.rewards.parts import Part, PartFailed
 from slimrl.rewards.retries import NO_RETRIES, Retries
+from slimrl.rollout.groups import Group
 
 
 def group(*rewards):
@@ -41,6 +42,18 @@ def test_each_trajectory_gets_its_number_as_a_capped_and_weighted_part(function)
     add(trajectories, part(function, cap=2.0, weight=0.5))
     assert [t.reward for t in trajectories] == [1.0, 1.5, 2.0, 2.0]
     assert [t.rewards for t in trajectories] == [{"rank": 0.0}, {"rank": 1.0}, {"rank": 2.0}, {"rank": 3.0}]
+
+
+def test_a_snapshot_for_a_checkpoint_keeps_the_rewards_of_roles_from_before():
+    """Else a run that continues would add the group's reward to them a second time."""
+    trajectories = group(1.0, 1.0)
+    for trajectory in trajectories:
+        trajectory.role_rewards = {"left": 0.5}
+    of_group = Group(number=0, prompt=asked(), ids=["0", "1"], done={t.trajectory_id: t for t in trajectories})
+    before = of_group.snapshot()
+    add(trajectories, part(numbers))
+    assert [t.role_rewards for t in trajectories] == [{"left": 0.5}, {"left": 1.5}]
+    assert [(t.reward, t.role_rewards) for t in before.trajectories] == [(1.0, {"left": 0.5})] * 2
 
 
 def test_failed_trajectories_are_not_shown_to_it_and_a_group_of_them_alone_is_not_scored():

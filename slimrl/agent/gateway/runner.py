@@ -101,6 +101,8 @@ class GatewayRunner:
         _complete(trajectory, session, error, said)
         if roles := self._roles(session):
             trajectory.metadata["roles"] = roles
+            last = {turn.role: turn for turn in session.history.turns()}
+            trajectory.messages = [{**said, "conversation": role} for role in roles for said in last[role].messages]
         return trajectory
 
     def _roles(self, session: Session) -> dict[str, Any]:

@@ -9,7 +9,6 @@
 import asyncio
 import json
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -32,6 +31,7 @@ from slimrl.agent.gateway.session import Session
 from slimrl.agent.schema_draft import unread_patterns
 from slimrl.base.visible import visible
 from slimrl.config.schema.agent import GatewayConfig
+from slimrl.data.roles import ROLE_NAME, ROLE_NAME_RULE
 
 log = logging.getLogger(__name__)
 http_log = logging.getLogger(f"{__name__}.http")
@@ -53,7 +53,6 @@ WARNED_CHARS, MOST_WARNED = 80, 200
 """Bounds on what a run warns of, since agents may name fields and paths as they like; the latter for each kind"""
 UNREAD = "Python's `re` cannot read it, so that calls are not judged by it"
 OVERRIDDEN = "the run's settings apply instead"
-_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ROLE = "x-slimrl-role"
 """Header that says which role of an agent of several asks; the name of the model may say it too, as `policy:ROLE`"""
 RETRIES = "x-stainless-retry-count"
@@ -322,6 +321,6 @@ def _role(request: web.Request, model: str) -> str:
     """The role that asks; raises ApiError if it is no name."""
     name, _, after = model.partition(":")
     role = request.headers.get(ROLE) or (after if name == MODEL else "")
-    if role and not _NAME.fullmatch(role):
-        raise refused(f"{ROLE}: {role[:40]!r} is no name of a role; use letters, digits, '.', '_' and '-', 64 at most")
+    if role and not ROLE_NAME.fullmatch(role):
+        raise refused(f"{ROLE}: {role[:40]!r} is no name of a role; use {ROLE_NAME_RULE}")
     return role

@@ -200,8 +200,9 @@ class Session:
         roles = by_role if by_role is not None else {}
         if not isinstance(roles, dict):
             raise refused(f"by_role: {str(roles)[:40]} is no object of numbers")
-        self.posted_by_role = {role: _posted(one) for role, one in roles.items()}
-        self.posted_reward = _posted(value)
+        # Both or neither.
+        given = {role: _posted(one) for role, one in roles.items()}
+        self.posted_reward, self.posted_by_role = _posted(value), given
 
     async def close(self, timeout_s: float) -> None:
         """End the requests that are under way, and admit no more."""

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
-from slimrl.agent.environment import Message
+from slimrl.agent.environment import EnvironmentFailure, Message
 from slimrl.config.import_path import resolve
 from slimrl.config.problems import suggestion
 from slimrl.config.schema.agent import POLICY, AgentConfig, PlayerConfig
@@ -14,7 +14,8 @@ PLAYERS = "players"
 
 
 class Player(Protocol):
-    """Says a role's next turn. A class may have `start` and `close`, both `async def`, for what it keeps."""
+    """Says a role's next turn; in a thread if it is not asynchronous. A class may have `start` and `close`, both `async
+    def`, for what it keeps."""
 
     def __call__(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]], seed: int
@@ -31,11 +32,17 @@ class Player(Protocol):
 
 def player_of(role: str, prompt: Prompt, agent: AgentConfig) -> str:
     """Name of the player of a role, empty for the policy: the prompt's metadata says it in `players`, an object of
-    names by role, or else the recipe's `agent.roles`."""
+    names by role, or else the recipe's `agent.roles`.
+
+    Raises:
+        EnvironmentFailure: the metadata has something else there.
+    """
     if not role:
         return ""
-    settings = agent.roles.get(role)
-    name = prompt.metadata.get(PLAYERS, {}).get(role, settings.player if settings is not None else POLICY)
+    settings, named = agent.roles.get(role), prompt.metadata.get(PLAYERS, {})
+    if not isinstance(named, dict):
+        raise EnvironmentFailure(f"{prompt.prompt_id}: metadata.{PLAYERS} is {named!r}, not an object of names by role")
+    name = named.get(role, settings.player if settings is not None else POLICY)
     return "" if name == POLICY else str(name)
 
 
