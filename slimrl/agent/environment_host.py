@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from slimrl.agent.environment import Environment, EnvironmentFailure, MakeEnvironment, Observation, Turn
+from slimrl.agent.environment import Environment, EnvironmentFailure, MakeEnvironment, Message, Observation, Turn
 from slimrl.agent.subagents import Delegate
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolCrash
@@ -62,8 +62,10 @@ class EnvironmentHost:
         self._begun: _Begun | None = None
         """How the environment was started"""
         self._scratch: dict[str, Any] = {}
+        self._role = ""
+        """Role of the first observation"""
         self._turns: list[Turn] = []
-        self._observations: list[Observation] = []
+        self._seen: list[_Seen] = []
         """The start, and what each turn led to"""
         self._rewards: list[float | None] = []
         self._states: list[str | None] = []
@@ -86,7 +88,8 @@ class EnvironmentHost:
         if not first.messages:
             raise EnvironmentFailure(f"{self._name}: start gave no messages, so the policy has nothing to answer")
         self._states.append(first.state_id)
-        self._observations.append(first)
+        self._role = first.role
+        self._seen.append(_seen(first))
         self._keep(first)
         return first
 
@@ -122,14 +125,14 @@ class EnvironmentHost:
         is_over = observation.done or observation.truncated
         if not (observation.messages or is_over):
             raise EnvironmentFailure(f"{self._name}: step gave no messages, and the episode is not over")
-        if not is_over and bool(observation.role) != bool(self._observations[0].role):
-            names = f"{self._observations[0].role!r} and then {observation.role!r}"
+        if not is_over and bool(observation.role) != bool(self._role):
+            names = f"{self._role!r} and then {observation.role!r}"
             raise EnvironmentFailure(f"{self._name}: observations name the roles {names}; all must name one, or none")
         self._rewards.append(None if observation.reward is None else self._number(observation.reward, "reward"))
         self._states.append(observation.state_id)
         self._keep(observation)
         self._turns.append(turn)
-        self._observations.append(observation)
+        self._seen.append(_seen(observation))
         return observation
 
     async def branch(self) -> tuple["EnvironmentHost", dict[str, Any]]:
@@ -148,7 +151,8 @@ class EnvironmentHost:
             return await self._replayed()
         other = EnvironmentHost(self._make, self._agent)
         other._environment, other._scratch = made, scratch
-        other._begun, other._turns, other._observations = self._begun, [*self._turns], [*self._observations]
+        other._begun, other._role = self._begun, self._role
+        other._turns, other._seen = [*self._turns], [*self._seen]
         other._rewards, other._states, other.report = [*self._rewards], [*self._states], copy.deepcopy(self.report)
         other.images = dict(self.images)
         return other, scratch
@@ -157,10 +161,11 @@ class EnvironmentHost:
         assert self._begun is not None
         other, scratch = EnvironmentHost(self._make, self._agent), dict(self._begun.scratch)
         try:
-            seen = [await other.start(self._begun.prompt, seed=self._begun.seed, scratch=scratch)]
-            seen += [await other.step(turn) for turn in self._turns]
-            for number, (first, again) in enumerate(zip(self._observations, seen, strict=True)):
-                if not _alike(first, again):
+            await other.start(self._begun.prompt, seed=self._begun.seed, scratch=scratch)
+            for turn in self._turns:
+                await other.step(turn)
+            for number, (first, again) in enumerate(zip(self._seen, other._seen, strict=True)):
+                if first != again:
                     raise EnvironmentFailure(
                         f"{self._name} cannot be copied: it has no `copy`, and the same {number} turns of the policy "
                         "led to another state"
@@ -273,11 +278,12 @@ class _Begun:
     scratch: dict[str, Any]
 
 
-def _alike(one: Observation, other: Observation) -> bool:
-    """Whether two observations are of the same state, or tell the policy the same where no state is given."""
-    if one.state_id is None or other.state_id is None:
-        return list(one.messages) == list(other.messages)
-    return one.state_id == other.state_id
+_Seen = str | list[Message]
+"""What an observation says of the state: its `state_id`, or without one its messages"""
+
+
+def _seen(observation: Observation) -> _Seen:
+    return list(observation.messages) if observation.state_id is None else observation.state_id
 
 
 def _is_message(value: Any) -> bool:

@@ -20,6 +20,7 @@ def readable(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward if math.isfinite(trajectory.reward) else None,
         "rewards": trajectory.rewards,
         "turn_rewards": trajectory.turn_rewards,
+        **({"role_rewards": trajectory.role_rewards} if trajectory.role_rewards else {}),
         "num_tokens": trajectory.num_tokens,
         "num_sampled_tokens": trajectory.num_sampled_tokens,
         "messages": trajectory.messages,

@@ -13,9 +13,11 @@ def environment_return(trajectory: Trajectory, prompt: Prompt) -> float:
 
 def role_returns(trajectory: Trajectory, prompt: Prompt) -> Score:
     """What the environment paid each role (`Observation.role_rewards`), 0 where it paid nothing; of the trajectory the
-    mean over the roles that are trained. Raises ValueError: there are no roles."""
+    mean over the roles that are trained. Raises ValueError: there are no roles, or no environment that pays them."""
     if "roles" not in trajectory.metadata:
         raise ValueError("the trajectory has no roles that could be paid; use environment_return")
+    if "gateway" in trajectory.metadata:
+        raise ValueError("no environment pays the roles of an agent behind the gateway; use posted_reward")
     paid = trajectory.metadata["environment"].get("role_rewards", {})
     by_role = {role: float(paid.get(role, 0.0)) for role in trained_roles(trajectory)}
     return Score(reward=sum(by_role.values()) / max(len(by_role), 1), by_role=by_role)

@@ -70,6 +70,19 @@ class CopyingCounter(Counter):
         return super().step(turn)
 
 
+class SlowCopies(CopyingCounter):
+    """Counts how many of its copies were closed."""
+
+    closed = 0
+
+    def copy(self, *, scratch: dict) -> "SlowCopies | None":
+        time.sleep(0.5)
+        return super().copy(scratch=scratch)
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
 class AsyncCopyingCounter(CopyingCounter):
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict) -> Observation:
         return super().start(prompt, seed=seed, scratch=scratch)

@@ -253,6 +253,16 @@ async def test_roles_of_an_agent_have_segments_and_rewards_of_their_own_though_t
     assert (white_alone.num_turns, black_alone.num_turns) == (2, 2)
 
 
+async def test_requests_with_a_role_and_without_one_do_not_go_together():
+    async def act(post: Post) -> None:
+        await chat(post, QUESTION)
+        await chat(post, QUESTION, model="policy:white")
+
+    trajectory, _ = await asked(ScriptedEngine(["1<|im_end|>", "2<|im_end|>"]), act)
+    assert trajectory.status is Status.failed
+    assert trajectory.metadata["error"] == "some requests name a role, and others none"
+
+
 RETRY = {"x-stainless-retry-count": "1"}
 
 

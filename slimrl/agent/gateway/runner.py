@@ -101,6 +101,9 @@ class GatewayRunner:
         _complete(trajectory, session, error, said)
         if roles := self._roles(session):
             trajectory.metadata["roles"] = roles
+            if "" in roles:
+                trajectory.status = Status.failed
+                trajectory.metadata["error"] = "some requests name a role, and others none"
             last = {turn.role: turn for turn in session.history.turns()}
             trajectory.messages = [{**said, "conversation": role} for role in roles for said in last[role].messages]
         return trajectory

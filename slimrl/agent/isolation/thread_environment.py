@@ -1,5 +1,6 @@
 """An environment in a thread of its own, for what is bound to the thread that made it; its copies are in it too."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
@@ -26,7 +27,12 @@ class ThreadEnvironment:
         return await self._thread.run(partial(self._instances.step, self._number, turn))
 
     async def copy(self, *, scratch: dict[str, Any]) -> Self | None:
-        number = await self._thread.run(partial(self._instances.copy, self._number, scratch=scratch))
+        made = self._thread.run(partial(self._instances.copy, self._number, scratch=scratch))
+        try:
+            number = await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(self._close_late)
+            raise
         return None if number is None else self._other(number)
 
     async def close(self) -> None:
@@ -36,6 +42,12 @@ class ThreadEnvironment:
         finally:
             if was_last:
                 self._thread.end()
+
+    def _close_late(self, made: "asyncio.Future[int | None]") -> None:
+        """Close a copy that nobody waits for any more."""
+        if not made.cancelled() and made.exception() is None and (number := made.result()) is not None:
+            closing = asyncio.ensure_future(self._other(number).close())
+            closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _other(self, number: int) -> Self:
         other = type(self).__new__(type(self))

@@ -43,7 +43,10 @@ class OpenSpiel:
 
     def start(self, prompt: Prompt, *, seed: int, scratch: dict[str, Any]) -> Observation:
         """Raises ValueError: there is no such game or opponent."""
-        self._prompt, self._name = prompt, prompt.metadata["game"]
+        name = prompt.metadata.get("game")
+        if not isinstance(name, str):
+            raise ValueError(f"{prompt.prompt_id}: metadata.game must be the name of a game, such as tic_tac_toe")
+        self._prompt, self._name = prompt, name
         self._game, self._chance = load(self._name), random.Random(seed)
         self._deals = random.Random(f"deals {prompt.metadata.get('seed', seed)}")
         self._roles = [role_of(player) for player in range(self._game.num_players())]
@@ -56,6 +59,8 @@ class OpenSpiel:
             raise ValueError(f"{prompt.prompt_id}: all roles have opponents, so none is left for the policy")
         self._opponents: dict[str, Opponent] = {role: opponent(one, self._game) for role, one in named.items()}
         self._state = self._game.new_initial_state()
+        if self._measures:
+            best_moves(self._state)  # refuses a game that is too large
         self._go_on()
         return self._asks()
 
