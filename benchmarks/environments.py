@@ -106,7 +106,7 @@ def main() -> None:
         if not entry.own_process:
             parser.error(f"{name} runs in slimrl's own process, which this benchmark does not measure")
         with tempfile.TemporaryDirectory() as folder:
-            write_data(entry, Path(folder), num=args.tasks, heldout=1, seed=0, options=entry.check_options)
+            write_data(entry, Path(folder), num=args.tasks, heldout=1, seed=0, options=entry.solver_options)
             prompts = read_prompts(Path(folder) / "train.jsonl")
             few = max(1, min(args.episodes, 64))
             figures[name] = [measure(entry, prompts, few, 1), measure(entry, prompts, args.episodes, args.at_once)]

@@ -30,6 +30,8 @@ class Entry:
     """Whether its episodes are in containers, so that it needs one of CONTAINER_COMMANDS"""
     check_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task that `slimrl-tools environment check` plays: made soon, and not solved by chance"""
+    solver_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones where the scripted solution plays"""
 
     @property
     def lock(self) -> Path:
@@ -78,7 +80,7 @@ _ENTRIES: tuple[Entry, ...] = (
         packages="open_spiel 2.0.2 (Apache-2.0)",
         size_mb=69,
         class_name="OpenSpiel",
-        check_options={"opponents": "first"},
+        solver_options={"opponents": "first"},
     ),
     Entry(
         name="textworld_express",

@@ -142,7 +142,7 @@ print(json.dumps({"optimal": [against("optimal", seat) for seat in (0, 1)], "ran
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"game": "chess_with_dice"}, "Unknown game"),
+        ({"game": "chess_with_dice"}, "OpenSpiel has no game"),
         ({"game": "tic_tac_toe", "opponents": {"player_2": "random"}}, "roles are player_0, player_1"),
         ({"game": "tic_tac_toe", "opponents": {"player_0": "random", "player_1": "random"}}, "none is left"),
         ({"game": "tic_tac_toe", "opponents": {"player_0": "best"}}, "random, first, optimal or mcts:N"),

@@ -63,7 +63,7 @@ def test_each_shipped_recipe_is_shown_with_its_models_template(recipe, folder_of
     }
     # The folders have a tokenizer.json, unlike those of Kimi-K2 and Moonlight.
     arguments = [f"model.path={folder_of(key)}", "model.trust_remote_code=false", "--json"]
-    if "environment:" in recipe.read_text() or "gigpo" in recipe.name:
+    if "environment:" in recipe.read_text() or recipe.stem in ("gspo_textworld_gigpo", "gspo_tic_tac_toe"):
         # What an environment tells first is in its data.
         arguments += ["agent.environment=''", "agent.environment_args={}", "agent.environment_venv=''"]
         arguments += ["agent.environment_isolation=loop", "algorithm.credit.name=trajectory"]

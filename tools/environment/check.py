@@ -62,7 +62,14 @@ def check(entry: Entry, *, player: str, seed: int, options: Mapping[str, Any]) -
         raise ValueError(f"--player {player}: one of {', '.join(PLAYERS)}")
     with tempfile.TemporaryDirectory(prefix="slimrl-check-") as folder:
         begun = time.monotonic()
-        write_data(entry, Path(folder), num=1, heldout=1, seed=seed, options={**entry.check_options, **options})
+        write_data(
+            entry,
+            Path(folder),
+            num=1,
+            heldout=1,
+            seed=seed,
+            options={**entry.check_options, **(entry.solver_options if player == "solver" else {}), **options},
+        )
         made_s = time.monotonic() - begun
         prompt = read_prompts(Path(folder) / "train.jsonl", {})[0]
         scripted = getattr(importlib.import_module(f"{entry.module}.players"), PLAYERS[player])(prompt, seed)

@@ -66,7 +66,10 @@ def _line(number: int, label: str, names: list[str], opponents: str) -> dict[str
     kind = kinds[number // len(names) % len(kinds)]
     metadata: dict[str, Any] = {"game": name, "seed": f"{label}:{number}"}
     if kind != SELF:
-        opponent(kind, game)
+        try:
+            opponent(kind, game)
+        except ValueError as error:
+            raise ValueError(f"{error} (or `{SELF}`, the policy itself)") from error
         seat = number // (len(names) * len(kinds)) % game.num_players()
         metadata["opponents"] = {role_of(player): kind for player in range(game.num_players()) if player != seat}
         if kind == "first":
@@ -86,7 +89,8 @@ def _solution(game: pyspiel.Game, seat: int) -> list[str]:
         nonlocal left
         left -= 1
         if state.is_chance_node() or left < 0:
-            raise ValueError(f"no solution of {game} against `first` is known: it has chance in it, or is too large")
+            said = "it has chance in it, or is too large. Use other opponents, such as random."
+            raise ValueError(f"no solution of {game} against the opponent `first` is known: {said}")
         if state.is_terminal():
             return [] if state.returns()[seat] > 0 else None
         if state.current_player() != seat:

@@ -1,5 +1,7 @@
 """Games of OpenSpiel (arXiv:1908.09453) as text: their rules in a sentence or two, what a player sees, its moves."""
 
+from difflib import get_close_matches
+
 import pyspiel
 
 RULES = {
@@ -13,7 +15,8 @@ RULES = {
     "Most seeds win.",
     "dots_and_boxes": "Draw a line between two dots. Who closes a box has it and moves again. Most boxes win.",
     "nim": "Take any number of objects from one pile. Who takes the last one loses.",
-    "pig": "Roll a die as often as wanted and keep the sum, or lose it with a 1. The first to reach the score wins.",
+    "pig": "Roll a die as often as wanted and keep the sum, or lose it with a 1. The first to reach the score wins, "
+    "100 if the name says no other.",
     "kuhn_poker": "Each player has one of the cards 0, 1 and 2 and has paid 1. A bet costs 1 more; who passes after a "
     "bet folds. The higher card wins. The text is the own card and what was done, p for pass and b for bet.",
     "leduc_poker": "Six cards, two of each of three ranks. Each player has one; one is shown after the first round "
@@ -37,12 +40,20 @@ def load(name: str) -> pyspiel.Game:
         name: as OpenSpiel writes it, with parameters in brackets, such as `hex(board_size=4)`.
 
     Raises:
-        ValueError: OpenSpiel has no such game, or none of these parameters.
+        ValueError: OpenSpiel has no such game, none of these parameters, or it is none for two.
     """
+    plain = name.partition("(")[0].strip()
+    if plain not in pyspiel.registered_names():
+        near = get_close_matches(plain.replace(" ", "_"), pyspiel.registered_names(), n=1)
+        meant = f" Did you mean {near[0]}?" if near else f" Tried were {', '.join(RULES)}."
+        raise ValueError(f"OpenSpiel has no game {plain!r}.{meant} Several games are separated by semicolons.")
     try:
-        return pyspiel.load_game_as_turn_based(name)
+        game = pyspiel.load_game_as_turn_based(name)
     except (RuntimeError, pyspiel.SpielError) as error:
         raise ValueError(f"game {name}: {error}") from error
+    if game.num_players() != 2:
+        raise ValueError(f"game {name}: has {game.num_players()} players; games of two are played here")
+    return game
 
 
 def rules(name: str) -> str:

@@ -92,7 +92,9 @@ def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode
         "tools": tools,
         "environment": collector.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
         "episode_loop": collector.get("agent.episode", lambda: load_episode_loop(agent.episode)),
-        "agent": collector.get("agent.function", lambda: load_agent(agent, sandbox)),
+        "agent": collector.get(
+            "agent.command_task" if agent.command_task else "agent.function", lambda: load_agent(agent, sandbox)
+        ),
         "summary_rule": collector.get(
             "agent.compaction.function", lambda: load_summary_rule(agent.compaction.function)
         ),

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,9 @@ def check_command_sandbox(agent: AgentConfig) -> None:
     program = shutil.which(word, path=agent.command_env.get("PATH"))
     assert program is not None  # the recipe's rules have looked for it
     if hidden := hidden_program(program, config.paths):
-        raise ValueError(f"{word} needs {hidden}, which the sandbox does not show. Add its folder to `paths`.")
+        base = Path(sys.base_prefix, "bin", "python3")
+        python = f" For the Python that slimrl runs on, without packages, write {base}." if "python" in word else ""
+        raise ValueError(f"{word} needs {hidden}, which the sandbox does not show. Add its folder to `paths`.{python}")
     with tempfile.TemporaryDirectory(prefix="slimrl-agent-") as folder:
         place = Workspace(root=Path(folder))
         place.make()
