@@ -38,6 +38,17 @@ class Player:
     def turn(self, observation):
         self.turns += 1
         return Turn(index=0, text=f"{self.seed} {self.turns}")
+
+class Wordless(Player):
+    def turn(self, observation):
+        return Turn(text="no number")
+
+class Silent(Player):
+    def turn(self, observation):
+        return None
+
+def function(messages):
+    return "no class of players"
 """
 
 
@@ -82,6 +93,10 @@ def test_without_a_player_one_turn_says_nothing(check):
         ((*OWN, "--args", "odd=messages"), 1, "failed: own_world:World: step: messages must be a list of"),
         ((*OWN, "--args", "odd=state_id"), 1, "failed: state_id is 3, not a text"),
         ((*OWN, "--args", "stepz=3"), 2, "cannot be made with stepz"),
+        ((*OWN, "--player", "own_world:Wordless"), 1, "own_world:Wordless: turn raised TypeError"),
+        ((*OWN, "--player", "own_world:Silent"), 1, "own_world:Silent: turn gave None, not a Turn"),
+        ((*OWN, "--player", "own_world:function"), 2, "cannot be made with the prompt and the seed"),
+        ((*OWN, "--player", "random"), 2, "--player random: the player of a class of your own is MODULE:CLASS"),
         (("own_world:World",), 2, "a class of your own needs --prompts FILE"),
         (("bfcl", "--venv", "x"), 2, "are for MODULE:CLASS"),
     ],

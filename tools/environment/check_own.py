@@ -18,6 +18,7 @@ from slimrl.agent.tools import ToolBox
 from slimrl.config.import_path import resolve
 from slimrl.config.schema.agent import AgentConfig, IsolationMode
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import read_prompts
 from slimrl.environments.play import PlayedEpisode, Player, play
 from slimrl.rollout.task.environment import load_environment
@@ -28,6 +29,35 @@ class SilentPlayer:
 
     def turn(self, observation: Observation) -> Turn:
         return Turn(index=0, text="")
+
+
+class _OwnPlayer:
+    """A player of the user's own, whose errors are named as such.
+
+    Args:
+        path: import path of its class.
+    """
+
+    def __init__(self, path: str, prompt: Prompt, seed: int) -> None:
+        """Raises ValueError: there is no such class, or it is not made with a prompt and a seed."""
+        self._path = path
+        if ":" not in path:
+            raise ValueError(f"--player {path}: the player of a class of your own is MODULE:CLASS")
+        try:
+            self._player = resolve(path, classes=True)(prompt, seed)
+        except TypeError as error:
+            raise ValueError(f"--player {path}: cannot be made with the prompt and the seed: {error}") from error
+
+    def turn(self, observation: Observation) -> Turn:
+        """Raises CheckFailed."""
+        try:
+            turn = self._player.turn(observation)
+        except Exception as error:
+            # The user's own code may raise anything.
+            raise CheckFailed(f"{self._path}: turn raised {error!r}") from error
+        if not isinstance(turn, Turn):
+            raise CheckFailed(f"{self._path}: turn gave {turn!r}, not a Turn")
+        return turn
 
 
 def check_own(path: str, *, prompts: Path, player: str, venv: str, arguments: Mapping[str, Any], seed: int) -> None:
@@ -44,7 +74,7 @@ def check_own(path: str, *, prompts: Path, player: str, venv: str, arguments: Ma
         CheckFailed: it raised, was too late, or gave what is no observation.
     """
     prompt = read_prompts(prompts, {})[0]
-    scripted: Player = resolve(player, classes=True)(prompt, seed) if player else SilentPlayer()
+    scripted: Player = _OwnPlayer(player, prompt, seed) if player else SilentPlayer()
     agent = AgentConfig(
         environment=path,
         environment_args=dict(arguments),
