@@ -247,6 +247,11 @@ def test_a_line_that_is_no_fact_is_named(tmp_path, line, problem):
         ({"relation": "r", "noun": "r", "subject_is": "r {}"}, "\"noun\" is 'r'; it has {} once"),
         ({"relation": "r", "noun": "r of {}", "subject_is": 3}, '"subject_is" is not a text'),
         ({"relation": "r", "verb": "r"}, "has the unknown key 'verb'"),
+        (
+            {"relation": "r", "noun": "mouth of the {}", "subject_is": "r {}"},
+            "\"noun\" is 'mouth of the {}': 'the' would",
+        ),
+        ({"relation": "r", "noun": "r of {}", "subject_is": "has a {}"}, "\"subject_is\" is 'has a {}': 'a' would"),
     ],
 )
 def test_a_line_that_is_no_phrase_is_named(tmp_path, line, problem):

@@ -1,5 +1,6 @@
 """How questions say a relation. `{}` stands for the entity from which it is followed."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -7,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.base.jsonl import read_jsonl
+from slimrl.config.problems import suggestion
 
+_ARTICLE = re.compile(r"\b(the|an?) \{\}", re.IGNORECASE)
 PERSON = "person"
 """The kind of entity that is asked for with `who`."""
 
@@ -58,7 +61,8 @@ def read_phrases(file: Path | None, relations: Iterable[str]) -> dict[str, Phras
 def _phrase(relations: set[str], line: dict[str, Any], number: int) -> tuple[str, Phrase]:
     relation = line.pop("relation", None)
     if relation not in relations:
-        raise ValueError(f"relation {relation!r} is not in the graph, or was on a line before")
+        meant = suggestion(str(relation), relations)
+        raise ValueError(f"relation {relation!r} is not in the graph, or was on a line before.{meant}")
     relations.remove(relation)
     known = {field.name for field in fields(Phrase)}
     if unknown := line.keys() - known:
@@ -71,4 +75,9 @@ def _phrase(relations: set[str], line: dict[str, Any], number: int) -> tuple[str
     for key in ("noun", "subject_is", "object_is"):
         if line[key].count("{}") != 1:
             raise ValueError(f'"{key}" is {line[key]!r}; it has {{}} once, where the entity stands')
+        if article := _ARTICLE.search(line[key]):
+            raise ValueError(
+                f'"{key}" is {line[key]!r}: {article[1]!r} would stand before "the river of Paris" and "either Rome or '
+                'Oslo" too. Put an article that belongs to a name into the names of the graph'
+            )
     return relation, Phrase(**line)
