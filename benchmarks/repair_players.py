@@ -11,6 +11,7 @@ from slimrl.agent.environment import Observation, Turn
 from slimrl.agent.tool_call import ToolCall
 from slimrl.data.prompt import Prompt
 from slimrl.environments.software_repair import patches
+from slimrl.environments.software_repair.bugs import compiles
 
 HOOK = """
 import pytest
@@ -126,7 +127,7 @@ def _half_way(task: Task) -> list[ToolCall]:
         diff += [("+", line) for line in new[start:end] if not equal]
     total = sum(kind != " " for kind, _ in diff)
     halves = [_first(diff, number) for number in sorted(range(1, total), key=lambda one: abs(2 * one - total))]
-    text = next(filter(_compiles, halves), halves[0] if halves else task.broken)
+    text = next(filter(compiles, halves), halves[0] if halves else task.broken)
     return _edits(patches.make(task.path, task.broken, text)) if text != task.broken else []
 
 
@@ -138,14 +139,6 @@ def _first(diff: list[tuple[str, str]], number: int) -> str:
             lines.append(line)
         done += kind != " "
     return "".join(lines)
-
-
-def _compiles(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
 
 
 def _another_function(task: Task) -> list[ToolCall]:

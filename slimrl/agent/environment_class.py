@@ -38,6 +38,11 @@ def check_class(
             if name in OPTIONAL and not hasattr(make, name):
                 continue
             _check_method(path, make, name, places, names, asynchronous=asynchronous)
+    check_made(path, make, arguments, supplied)
+
+
+def check_made(path: str, make: Callable[..., Any], arguments: Mapping[str, Any], supplied: Iterable[str]) -> None:
+    """Raises ValueError: a class does not take the recipe's arguments and those that it gets besides."""
     try:
         inspect.signature(make).bind(**dict.fromkeys(supplied), **arguments)
     except TypeError as error:

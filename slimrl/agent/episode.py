@@ -104,7 +104,7 @@ class Episode:
         """
         try:
             with SPANS("render"):
-                return self.conversations.append_observation(observation)
+                return self.conversations.append_observation(turn, observation)
         except (ValueError, LookupError) as error:
             raise EnvironmentFailure(f"what the environment told the policy cannot be written: {error}") from error
 

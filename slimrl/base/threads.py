@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import inspect
 import logging
 import os
 import queue
@@ -33,6 +34,26 @@ def in_thread(call: Callable[[], Any]) -> "asyncio.Future[Any]":
     run = partial(copy_context().run, _run, call, future)
     threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
     return future
+
+
+async def call_task_code(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a function of the task returns, or an object that can be called: an asynchronous one runs here, another in a
+    thread of its own.
+
+    Raises:
+        TaskCodeExited: it called sys.exit(), for example; and whatever it raises.
+    """
+    try:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(*arguments, **named)
+        value = await in_thread(partial(function, *arguments, **named))
+        # So does a lambda around an asynchronous function.
+        return await value if inspect.isawaitable(value) else value
+    except (SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise reportable(error) from error
 
 
 class ReusedThreads:

@@ -7,12 +7,13 @@ trajectory's reward as a part. If it fails, all of them fail with its cause.
 from collections.abc import Sequence
 from typing import Any
 
+from slimrl.base.threads import call_task_code
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Status, Trajectory
 from slimrl.rewards.deadline import within
 from slimrl.rewards.parts import Part, count_retry, failure
 from slimrl.rewards.retries import Retries
-from slimrl.rewards.scoring import call_reward, finite_number
+from slimrl.rewards.scoring import finite_number
 
 
 async def score_group(
@@ -45,7 +46,7 @@ async def _values(
     part: Part, scored: Sequence[Trajectory], prompt: Prompt, timeout_s: float, retries: Retries
 ) -> list[float]:
     async def attempt() -> Any:
-        return await call_reward(part.function, scored, prompt)
+        return await call_task_code(part.function, scored, prompt)
 
     def on_retry() -> None:
         for trajectory in scored:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimrl.base.threads import call_task_code
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.retries import NO_RETRIES, Retries
-from slimrl.rewards.scoring import Score, call_reward, finite_number, part_name
+from slimrl.rewards.scoring import Score, finite_number, part_name
 
 RETRIES_KEY = "num_reward_retries"
 """Key of a trajectory's metadata: number of retries of its reward functions."""
@@ -111,7 +112,7 @@ class PartsReward:
 async def _value(part: Part, trajectory: Trajectory, prompt: Prompt, retries: Retries) -> Any:
     try:
         return await retries.call(
-            lambda: call_reward(part.function, trajectory, prompt),
+            lambda: call_task_code(part.function, trajectory, prompt),
             f"{trajectory.trajectory_id}: {part.title}",
             lambda: count_retry(trajectory),
         )

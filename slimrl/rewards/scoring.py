@@ -1,14 +1,11 @@
 """Reward functions, and how they score a trajectory."""
 
-import asyncio
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from slimrl.base.threads import in_thread, reportable
+from slimrl.base.threads import call_task_code
 from slimrl.data.prompt import Prompt
 from slimrl.data.roles import trained_roles
 from slimrl.data.trajectory import Status, Trajectory
@@ -53,7 +50,7 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
     """
     if trajectory.status is Status.failed:
         return
-    value = await within(call_reward(function, trajectory, prompt), timeout_s, "no reward")
+    value = await within(call_task_code(function, trajectory, prompt), timeout_s, "no reward")
     by_role: Mapping[str, float] = {}
     if isinstance(value, Score):
         by_role = {part_name(role): finite_number(one, f"by_role of {role}") for role, one in value.by_role.items()}
@@ -67,27 +64,6 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
     else:
         trajectory.reward = finite_number(value, "reward")
     trajectory.role_rewards = {role: by_role.get(role, trajectory.reward) for role in trained_roles(trajectory)}
-
-
-async def call_reward(function: Callable[..., Any], subject: Any, prompt: Prompt) -> Any:
-    """What a function returns of a trajectory, or of a group's trajectories, and their prompt.
-
-    A synchronous one runs in its own thread.
-
-    Raises:
-        TaskCodeExited: the function called sys.exit(), for example; and whatever it raises.
-    """
-    try:
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await function(subject, prompt)
-        value = await in_thread(partial(function, subject, prompt))
-        # So does a lambda around an asynchronous function.
-        return await value if inspect.isawaitable(value) else value
-    except (SystemExit, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise reportable(error) from error
 
 
 def _set_turns(trajectory: Trajectory, given: Score) -> None:

@@ -4,11 +4,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from slimrl.base.threads import call_task_code
 from slimrl.config.schema.reward import RewardPartConfig
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Trajectory
 from slimrl.rewards.loading import Supplies, load_part
-from slimrl.rewards.scoring import call_reward, finite_number
+from slimrl.rewards.scoring import finite_number
 
 
 class OfVerifier:
@@ -40,7 +41,7 @@ class OfVerifier:
 
     async def correctness(self, trajectory: Trajectory, prompt: Prompt) -> float:
         """Raises ValueError if it is not from 0 to 1, and what the verifier raises."""
-        value = await call_reward(self._verifier.function, trajectory, prompt)
+        value = await call_task_code(self._verifier.function, trajectory, prompt)
         right = finite_number(value, self._verifier.path)
         if not 0 <= right <= 1:
             raise ValueError(f"{self._verifier.path} gave {right:g}; it must give 0 to 1 here")

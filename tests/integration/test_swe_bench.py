@@ -19,7 +19,8 @@ from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tool_call import ToolCall
 from slimrl.config.schema.agent import SandboxBackend, SandboxConfig, SandboxLimits
 from slimrl.data.prompts import read_prompts
-from slimrl.environments.swe_bench.environment import REGRESSION, SweBench
+from slimrl.environments.software_repair.grading import REGRESSION
+from slimrl.environments.swe_bench.environment import SweBench
 from slimrl.environments.swe_bench.players import RandomPlayer, Solver
 
 # Importing the image takes five seconds, each episode with its verdict three to six.

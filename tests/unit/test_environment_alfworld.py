@@ -13,7 +13,7 @@ from slimrl.agent.environment import Turn
 from slimrl.environments.alfworld import data
 from slimrl.environments.alfworld.environment import AlfWorld
 from slimrl.environments.alfworld.problems import KINDS, draw_problem
-from slimrl.environments.textworld.data import prompt_of
+from slimrl.environments.data_files import prompt_of
 
 def play(line, commands):
     with contextlib.closing(AlfWorld()) as environment:

@@ -83,7 +83,7 @@ print(json.dumps({
 java.close()
 """
 DRAWN = """
-from slimrl.environments.textworld.demonstrations import prompt_of
+from slimrl.environments.data_files import prompt_of
 from slimrl.environments.textworld_express import data
 from slimrl.environments.textworld_express.players import RandomPlayer, Solver
 from slimrl.environments.textworld_express.walkthrough import find_walkthrough

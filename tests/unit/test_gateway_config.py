@@ -220,7 +220,7 @@ def test_the_task_of_a_command_is_made_with_the_sandbox_and_the_recipe_s_argumen
     assert "has no Task" in absent
     for name, arguments, said in (
         ("Files", {"folder": "none"}, "Files: folder: none is there"),
-        ("Files", {"folders": "a"}, "Files: cannot be made with sandbox, folders: .*folder"),
+        ("Files", {"folders": "a"}, "Files: cannot be made with folders: .*folder"),
         ("Unjudged", {}, "Unjudged: has no `async def judge`, which the task of a command has"),
         ("Filed", {}, "Did you mean Files"),
     ):

@@ -9,8 +9,8 @@ import pytest
 
 from slimrl.base.answering_process import ProcessFailed
 from slimrl.base.process_pool import ProcessPool
+from slimrl.base.threads import call_task_code
 from slimrl.rewards.deadline import within
-from slimrl.rewards.scoring import call_reward
 
 
 class Process:
@@ -104,7 +104,7 @@ async def test_the_turn_of_a_request_does_not_count_against_its_callers_deadline
     pool = Pool()
     slot = pool._slots.get()
     threading.Timer(0.6, lambda: pool._slots.put(slot)).start()
-    scored = within(call_reward(lambda *_: pool.pid_of_a_request(), None, None), 0.3, "no reward")
+    scored = within(call_task_code(lambda *_: pool.pid_of_a_request(), None, None), 0.3, "no reward")
     assert await scored == 0
 
 
@@ -113,7 +113,7 @@ async def test_a_start_does_not_count_against_its_callers_deadline(monkeypatch: 
     monkeypatch.setattr(Process, "wait_ready", lambda process: time.sleep(0.6))
     monkeypatch.setattr(Process, "is_ready", True, raising=False)
     monkeypatch.setattr(Process, "__init__", lambda process, pid: setattr(process, "pid", pid))
-    scored = within(call_reward(lambda *_: pool.pid_of_a_request(), None, None), 0.3, "no reward")
+    scored = within(call_task_code(lambda *_: pool.pid_of_a_request(), None, None), 0.3, "no reward")
     assert await scored == 0
 
 
@@ -148,7 +148,7 @@ async def test_a_call_that_was_cancelled_takes_no_process_when_its_turn_comes():
         finally:
             ended.set()
 
-    scored = asyncio.ensure_future(within(call_reward(ask, None, None), 9.0, "no reward"))
+    scored = asyncio.ensure_future(within(call_task_code(ask, None, None), 9.0, "no reward"))
     await asyncio.sleep(0.2)
     scored.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -15,12 +15,12 @@ import yaml
 from reward_cases import asked, said, sampled
 
 from slimrl.agent.sandbox.pool import SandboxPool
+from slimrl.base.threads import call_task_code
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.reward import RewardPartConfig
 from slimrl.rewards.comparison import equivalent
 from slimrl.rewards.loading import Supplies, load_part
 from slimrl.rewards.math import boxed_equivalent, boxed_exact
-from slimrl.rewards.scoring import call_reward
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "rewards.md"
@@ -154,7 +154,7 @@ def planned(*names):
 
 def value_of(path, settings, trajectory, label):
     part = load_part("p", RewardPartConfig(function=f"slimrl.rewards.{path}", args=settings))
-    value = asyncio.run(call_reward(part.function, trajectory, asked(label)))
+    value = asyncio.run(call_task_code(part.function, trajectory, asked(label)))
     return sum(value.values()) if isinstance(value, dict) else value
 
 
@@ -183,7 +183,7 @@ GROUP_PROBES = [
 )
 def test_a_probe_of_a_group_is_not_paid(texts, rewards):
     part = load_part("p", RewardPartConfig(function="slimrl.rewards.unsupervised:SelfConsistency"), "trajectories")
-    assert asyncio.run(call_reward(part.function, [said(text) for text in texts], asked())) == rewards
+    assert asyncio.run(call_task_code(part.function, [said(text) for text in texts], asked())) == rewards
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 1, 1), (1,) * 10, (4, 1), (20, 1), (3, 2, 1)])

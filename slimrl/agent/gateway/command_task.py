@@ -1,7 +1,7 @@
 """A task whose files an agent's command finds in its folder, and whose verdict is read from what it leaves there."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,20 +30,8 @@ class CommandTask(Protocol):
         ...
 
 
-def check_task(path: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """
-    Args:
-        path: import path of the class, for messages.
-        arguments: with which it will be made, those that the run supplies included.
-
-    Raises:
-        ValueError: it lacks a method, or does not take the arguments.
-    """
+def check_task(path: str, make: Any) -> None:
+    """Raises ValueError: the class, named by its import path, lacks a method."""
     for name in ("fill", "judge"):
         if not inspect.iscoroutinefunction(getattr(make, name, None)):
             raise ValueError(f"{path}: has no `async def {name}`, which the task of a command has")
-    try:
-        inspect.signature(make).bind(**arguments)
-    except TypeError as error:
-        said = ", ".join(arguments) or "no arguments"
-        raise ValueError(f"{path}: cannot be made with {said}: {error}") from error

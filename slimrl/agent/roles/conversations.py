@@ -51,13 +51,13 @@ class Conversations:
         """The next turn of the role whose turn it is; see Conversation.sample_turn."""
         self.current.follow(self.num_turns)
         self._count_others()
-        turn = await self.current.sample_turn()
-        if isinstance(turn, Turn):
-            self._last_turns[self.role] = turn
-        return turn
+        return await self.current.sample_turn()
 
-    def append_observation(self, observation: Observation) -> bool:
+    def append_observation(self, turn: Turn, observation: Observation) -> bool:
         """Tell a role what its last turn led to, or begin its conversation; its turn is next.
+
+        Args:
+            turn: that of the role whose turn it was, which led to the observation.
 
         Returns:
             Whether there is room for another turn.
@@ -65,6 +65,7 @@ class Conversations:
         Raises:
             ValueError, LookupError, EnvironmentFailure: the chat template has no words for these messages.
         """
+        self._last_turns[self.role] = turn
         self.role = observation.role
         if self.role not in self._last_turns:
             self.by_role[self.role] = self._begin(observation)

@@ -64,11 +64,11 @@ class Debate:
         number = len(self._speeches)
         state = f"{self._answers} {self._speeches}"
         if number == 2 * self._rounds:
-            return Observation(messages=self._asked(JUDGE_TASK + self._heard(0)), role=JUDGE, state_id=state)
+            return Observation(messages=self._asked(JUDGE_TASK + self._heard()), role=JUDGE, state_id=state)
         side, other = SIDES[number % 2], self._answers[1 - number % 2]
         if number < 2:
             task = SIDE_TASK.format(own=self._answers[number], other=other)
-            messages = self._asked(task + self._heard(0))
+            messages = self._asked(task + self._heard())
         else:
             messages = [{"role": "user", "content": f"The other side says:\n{self._speeches[-1]}\n\nAnswer it."}]
         return Observation(messages=messages, role=side, state_id=state)
@@ -78,10 +78,9 @@ class Debate:
         both = f"Answer A: {self._answers[0]}\nAnswer B: {self._answers[1]}"
         return [*others, {**last, "content": f"{last['content']}\n\n{both}\n\n{task}"}]
 
-    def _heard(self, first: int) -> str:
+    def _heard(self) -> str:
         """The speeches so far, as the other side and the judge read them."""
-        said = (f"\n\nFor answer {'AB'[n % 2]}: {text}" for n, text in enumerate(self._speeches) if n >= first)
-        return "".join(said)
+        return "".join(f"\n\nFor answer {'AB'[n % 2]}: {text}" for n, text in enumerate(self._speeches))
 
 
 SIDE_TASK = "Argue, in a few sentences, that the answer is {own} and not {other}."

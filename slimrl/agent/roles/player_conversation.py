@@ -1,16 +1,14 @@
 """The conversation of a role that a player plays: messages without tokens."""
 
-import inspect
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from slimrl.agent.environment import EnvironmentFailure, Message, Turn
 from slimrl.agent.roles.player import Player
 from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.base.seeds import derive_seed
-from slimrl.base.threads import in_thread
+from slimrl.base.threads import call_task_code
 from slimrl.data.trajectory import Segment
 
 
@@ -62,12 +60,13 @@ class PlayerConversation:
         """Raises EnvironmentFailure: the player raised, or said something else than a turn."""
         index = self._num_turns
         try:
-            said: Any = await self._said(derive_seed(self._seed, "player", index))
+            seed = derive_seed(self._seed, "player", index)
+            said = await call_task_code(self._player, list(self.messages), tools=self._tools, seed=seed)
             message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else dict(said)
             calls = tuple(map(_call, message.get("tool_calls") or ()))
         except EnvironmentFailure:
             raise
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             # A script of the task's own may raise anything.
             raise EnvironmentFailure(f"the player {self._name} raised {error!r}") from error
         self._num_turns += 1
@@ -79,14 +78,6 @@ class PlayerConversation:
             calls=calls,
             is_last=self._num_turns >= self._max_turns,
         )
-
-    async def _said(self, seed: int) -> Any:
-        """What the player says; one that is not asynchronous runs in a thread."""
-        call = partial(self._player, list(self.messages), tools=self._tools, seed=seed)
-        player: Any = self._player
-        is_asynchronous = inspect.iscoroutinefunction(player) or inspect.iscoroutinefunction(type(player).__call__)
-        said: Any = call() if is_asynchronous else await in_thread(call)
-        return await said if inspect.isawaitable(said) else said
 
     def count_calls(self, turn: Turn) -> None:
         """Nothing: counts are those of the policy."""

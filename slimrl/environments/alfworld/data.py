@@ -13,7 +13,7 @@ import textworld
 from slimrl.agent.environment import Turn
 from slimrl.environments.alfworld.environment import AlfWorld, load, unload
 from slimrl.environments.alfworld.problems import KINDS, MIN_RECEPTACLES, Problem, draw_problem
-from slimrl.environments.textworld.demonstrations import prompt_of, write_lines
+from slimrl.environments.data_files import prompt_of, write_lines
 
 PROMPT = "Do the task in the household. Answer with one command."
 PROBLEMS_PER_PROCESS = 50

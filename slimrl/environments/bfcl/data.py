@@ -4,9 +4,8 @@ The categories have the same 200 tasks in four forms: a held-out task is held ou
 """
 
 import inspect
-import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from slimrl.environments.bfcl.entry import Entry
 from slimrl.environments.bfcl.generated import generate
 from slimrl.environments.bfcl.package import CLASSES, DATA, class_functions, json_lines
 from slimrl.environments.bfcl.python_calls import with_keywords
+from slimrl.environments.data_files import write_lines
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 """BFCL's, with `multi_turn_` before each in its files"""
@@ -58,16 +58,16 @@ def write(
         found, shown = _shuffled_base(num, heldout, seed, turns, classes), []
     out.mkdir(parents=True, exist_ok=True)
     held_out = found[:heldout]
-    _write_lines(out / "heldout.jsonl", map(_prompt_line, held_out))
-    _write_lines(out / "train.jsonl", map(_prompt_line, found[heldout : heldout + num]))
+    write_lines(out / "heldout.jsonl", map(_prompt_line, held_out))
+    write_lines(out / "train.jsonl", map(_prompt_line, found[heldout : heldout + num]))
     if tasks == "base":
         for category in CATEGORIES[1:]:
             by_number = {_number(entry): entry for entry in entries(category)}
             others = [by_number[_number(entry)] for entry in held_out]
-            _write_lines(out / f"heldout_{category}.jsonl", map(_prompt_line, others))
+            write_lines(out / f"heldout_{category}.jsonl", map(_prompt_line, others))
     if shown:
         rng = random.Random(seed)
-        _write_lines(out / "sft.jsonl", (demonstration(task, rng) for task in shown))
+        write_lines(out / "sft.jsonl", (demonstration(task, rng) for task in shown))
 
 
 def entries(category: str) -> list[Entry]:
@@ -118,7 +118,3 @@ def _number(entry: Entry) -> str:
 
 def _prompt_line(entry: Entry) -> dict[str, Any]:
     return {"id": entry.id, "messages": entry.questions[0], "label": None, "metadata": entry.to_metadata()}
-
-
-def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -1,11 +1,10 @@
 """Prompt files of tasks of MiniWoB++: lists of tasks and seeds."""
 
-import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from slimrl.environments.data_files import write_lines
 from slimrl.environments.miniwob.actions import HELP
 from slimrl.environments.miniwob.demonstrations import conversations
 from slimrl.environments.miniwob.environment import no_task
@@ -54,13 +53,9 @@ def write(
         lines = [_line(names[i % len(names)], drawn[names[i % len(names)]][i // len(names)], instructions)
                  for i in range(count)]  # fmt: skip
         rng.shuffle(lines)
-        _write_lines(out / f"{stem}.jsonl", lines)
+        write_lines(out / f"{stem}.jsonl", lines)
     if demonstrations:
-        _write_lines(out / "sft.jsonl", conversations(demonstrations, instructions, demonstrations_rng))
-
-
-def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(out / "sft.jsonl", conversations(demonstrations, instructions, demonstrations_rng))
 
 
 def _line(task: str, seed: int, instructions: str) -> dict[str, Any]:

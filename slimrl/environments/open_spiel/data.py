@@ -1,15 +1,13 @@
 """Makes prompts of OpenSpiel's games, and conversations for a small model's cold start."""
 
-import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyspiel
 
 from slimrl.agent.environment import Message
-from slimrl.data.prompt import Prompt
+from slimrl.environments.data_files import prompt_of, write_demonstrations, write_lines
 from slimrl.environments.open_spiel.environment import OpenSpiel
 from slimrl.environments.open_spiel.games import load, moves, role_of
 from slimrl.environments.open_spiel.opponents import opponent
@@ -45,19 +43,19 @@ def write(
     """
     names = [name.strip() for name in games.split(";")]
     train = [_line(number, f"{seed}:train", names, opponents) for number in range(num)]
-    _write_lines(out / "train.jsonl", train)
-    _write_lines(
+    write_lines(out / "train.jsonl", train)
+    write_lines(
         out / "heldout.jsonl", [_line(number, f"{seed}:heldout", names, heldout_opponents) for number in range(heldout)]
     )
     if demonstrations:
-        conversations = [
-            conversation
-            for number in range(demonstrations)
-            for conversation in _demonstrations(train[number % len(train)], seed * demonstrations + number)
-        ]
-        _write_lines(out / "sft.jsonl", ({"messages": messages} for messages in conversations))
-        texts = dict.fromkeys(str(message["content"]) for messages in conversations for message in messages)
-        (out / "words.txt").write_text("\n".join(texts) + "\n")
+        write_demonstrations(
+            out,
+            (
+                conversation
+                for number in range(demonstrations)
+                for conversation in _demonstrations(train[number % len(train)], seed * demonstrations + number)
+            ),
+        )
 
 
 def _line(number: int, label: str, names: list[str], opponents: str) -> dict[str, Any]:
@@ -108,8 +106,7 @@ def _solution(game: pyspiel.Game, seat: int) -> list[str]:
 
 def _demonstrations(line: dict[str, Any], seed: int) -> list[list[Message]]:
     """The conversations of a game in which all moves are drawn."""
-    messages: list[Message] = [{"role": "user", "content": line["prompt"]}]
-    prompt = Prompt(prompt_id=line["id"], messages=messages, label=None, metadata=line["metadata"])
+    prompt = prompt_of(line)
     environment, player = OpenSpiel(), RandomPlayer(prompt, seed)
     observation = environment.start(prompt, seed=random.Random(seed).randrange(2**31), scratch={})
     by_role: dict[str, list[Message]] = {}
@@ -119,7 +116,3 @@ def _demonstrations(line: dict[str, Any], seed: int) -> list[list[Message]]:
         own += [*observation.messages, {"role": "assistant", "content": turn.text}]
         observation = environment.step(turn)
     return list(by_role.values())
-
-
-def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

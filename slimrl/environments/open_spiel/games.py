@@ -4,6 +4,8 @@ from difflib import get_close_matches
 
 import pyspiel
 
+from slimrl.environments.open_spiel.players import MOVES, SEPARATOR
+
 RULES = {
     "tic_tac_toe": "x begins. Three marks in a row, a column or a diagonal win.",
     "connect_four": "x begins. A piece falls to the lowest free place of its column. Four in a line win.",
@@ -28,8 +30,6 @@ RULES = {
     "negotiation": "Divide a pool of items. Each proposal says what the proposer takes; the other agrees or proposes.",
 }
 """The games that were tried here, by OpenSpiel's name"""
-MOVES = "Moves: "
-SEPARATOR = " | "
 ROLE = "player_"
 
 

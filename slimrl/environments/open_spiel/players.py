@@ -6,7 +6,7 @@ from slimrl.agent.environment import Observation, Turn
 from slimrl.data.prompt import Prompt
 
 MOVES, SEPARATOR = "Moves: ", " | "
-"""As games.py writes them"""
+"""Start of the line that lists the moves, and what is between them"""
 
 
 class Solver:

@@ -56,7 +56,7 @@ def candidates(package: Package, base: Path, seed: int) -> Iterator[Bug]:
         path = Path(entity.file_path)
         sound = path.read_text()
         text = _with(sound, entity, rewrite.rewrite)
-        if text == sound or not _compiles(text):
+        if text == sound or not compiles(text):
             continue
         relative = path.relative_to(base).as_posix()
         yield Bug(path=relative, place=f"{relative}:{entity.line_start}", text=text, modifier=modifier.name)
@@ -87,7 +87,8 @@ def _with(sound: str, entity: Any, rewrite: str) -> str:
     return "".join(lines)
 
 
-def _compiles(text: str) -> bool:
+def compiles(text: str) -> bool:
+    """Whether it is a Python file."""
     try:
         ast.parse(text)
     except SyntaxError:

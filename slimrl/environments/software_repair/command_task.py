@@ -44,7 +44,7 @@ class RepairTask:
     async def judge(self, work: Path) -> float:
         changed = await asyncio.to_thread(changed_files, self._base, work, self._metadata)
         graded = await grade(self._sandbox, self._base, self._metadata, changed, self._limits)
-        return earned(graded, partial=self._partial)
+        return earned(graded.verdict, partial=self._partial)
 
     def _copy(self, work: Path) -> None:
         shutil.copytree(self._base, work, dirs_exist_ok=True)

@@ -7,7 +7,6 @@
 4. Functions that have a held-out bug have none among the training tasks.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slimrl.environments.data_files import write_lines
 from slimrl.environments.software_repair import patches
 from slimrl.environments.software_repair.bugs import Bug, candidates, import_parts
 from slimrl.environments.software_repair.issues import issue
@@ -69,8 +69,7 @@ def write(out: Path, *, num: int, heldout: int, seed: int, packages: str = "", m
     barred = {place for place, _ in held}
     training = list(_tasks(places, num, seed, max_lines, barred=barred))
     for name, tasks in (("heldout", held), ("train", training)):
-        lines = [json.dumps(line) + "\n" for _, line in tasks]
-        (out / f"{name}.jsonl").write_text("".join(lines))
+        write_lines(out / f"{name}.jsonl", (line for _, line in tasks))
 
 
 def _place(package: Package, out: Path, seed: int) -> _Place:

@@ -111,7 +111,7 @@ class SoftwareRepair:
         return Observation(
             messages=answered.messages,
             tool_errors=answered.errors,
-            reward=earned(graded, partial=self._partial),
+            reward=earned(graded.verdict, partial=self._partial),
             done=answered.submitted,
             truncated=not answered.submitted,
             state_id=_state_id(changed),

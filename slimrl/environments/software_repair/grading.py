@@ -48,12 +48,12 @@ def suite_limits(suite_s: int) -> SandboxLimits:
     return replace(LIMITS, wall_s=float(suite_s), cpu_s=suite_s)
 
 
-def earned(graded: Grade, *, partial: bool) -> float:
+def earned(verdict: Verdict, *, partial: bool) -> float:
     """1 for a repair that resolves the task, else 0; with `partial` the fraction of the tests that it repairs, less
     REGRESSION if others fail that passed."""
     if not partial:
-        return float(graded.verdict.resolved)
-    return graded.verdict.repaired - (REGRESSION if graded.verdict.kept < 1 else 0.0)
+        return float(verdict.resolved)
+    return verdict.repaired - (REGRESSION if verdict.kept < 1 else 0.0)
 
 
 def counts(path: str, metadata: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slimrl.environments.data_files import write_lines
 from slimrl.environments.swe_bench import package
 from slimrl.environments.swe_bench.counted import touched
 
@@ -43,7 +44,7 @@ def write(out: Path, *, num: int, heldout: int, seed: int, dataset: str = "") ->
     random.Random(seed).shuffle(lines)
     chosen = {"heldout": lines[:heldout], "train": lines[heldout : heldout + num]}
     for name, tasks in chosen.items():
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+        write_lines(out / f"{name}.jsonl", tasks)
     images = sorted({task["metadata"]["image"] for tasks in chosen.values() for task in tasks})
     (out / IMAGES).write_text("".join(f"{image}\n" for image in images))
 

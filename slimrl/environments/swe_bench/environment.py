@@ -19,14 +19,13 @@ from slimrl.agent.tool_call import ToolCall
 from slimrl.config.schema.agent import SandboxLimits
 from slimrl.data.prompt import Prompt
 from slimrl.environments.software_repair.answered_calls import Answered, answer_calls
+from slimrl.environments.software_repair.grading import earned
 from slimrl.environments.software_repair.tools import TOOLS
 from slimrl.environments.swe_bench.data import IMAGES
 from slimrl.environments.swe_bench.repository import FOLDER, Repository
 from slimrl.environments.swe_bench.verdict import Verdict, verdict
 from slimrl.environments.venvs import venv_python
 
-REGRESSION = 0.5
-"""What a repair that breaks other tests loses (`reward: partial`)"""
 PROCESSES = 512
 FILE_BYTES = 4 * 1024**3
 """Largest file that a container may write"""
@@ -124,7 +123,7 @@ class SweBench:
         return Observation(
             messages=answered.messages,
             tool_errors=answered.errors,
-            reward=self._reward(said),
+            reward=earned(said, partial=self._partial),
             done=answered.submitted,
             truncated=not answered.submitted,
             metrics={
@@ -148,8 +147,3 @@ class SweBench:
             await self._session.close()
         task, name = self._prompt.metadata, self._prompt.prompt_id
         return await verdict(self._sandbox, name, task, patch, self._limits, self._suite_s)
-
-    def _reward(self, said: Verdict) -> float:
-        if not self._partial:
-            return float(said.resolved)
-        return said.repaired - (REGRESSION if said.kept < 1 else 0.0)

@@ -18,6 +18,7 @@ from slimrl.agent.isolation.interpreter import call_elsewhere
 from slimrl.agent.sandbox.interface import Ended
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.config.schema.agent import SandboxLimits
+from slimrl.environments.software_repair.suite import Verdict as OfSuite
 from slimrl.environments.swe_bench.counted import apply_arguments
 from slimrl.environments.swe_bench.repository import Repository
 from slimrl.environments.venvs import venv_python
@@ -27,20 +28,16 @@ READ_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(OfSuite):
+    """What the log of an eval script says."""
+
     repaired: float = 0.0
-    """Fraction of the tests of FAIL_TO_PASS that pass"""
     kept: float = 0.0
-    """Fraction of the tests of PASS_TO_PASS that still pass"""
     published: bool = False
     """Whether swebench says that the task is resolved"""
     ran: bool = False
     """Whether the tests ran to their end, and the log tells what happened"""
     seconds: float = 0.0
-
-    @property
-    def resolved(self) -> bool:
-        return self.repaired == self.kept == 1
 
 
 UNCHANGED = Verdict(kept=1.0)

@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.environment import Message
-from slimrl.environments.textworld.demonstrations import (
-    SKILLS,
-    conversation,
-    prompt_of,
-    write_demonstrations,
-    write_lines,
-)
+from slimrl.environments.data_files import prompt_of, write_demonstrations, write_lines
+from slimrl.environments.textworld.demonstrations import SKILLS, conversation
 from slimrl.environments.textworld.environment import TextWorld
 from slimrl.environments.textworld.games import Difficulty, Game, make_game, remove_game
 from slimrl.environments.textworld.players import MixedPlayer

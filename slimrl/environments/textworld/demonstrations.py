@@ -1,9 +1,4 @@
-"""Lines of prompt files, and demonstrations for a cold start: players of mixed quality play games of text."""
-
-import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+"""Demonstrations for a cold start: players of mixed quality play games of text."""
 
 from slimrl.agent.environment import Message
 from slimrl.data.prompt import Prompt
@@ -12,16 +7,6 @@ from slimrl.environments.textworld.text_game import TextGame
 
 SKILLS = (0.0, 0.3, 0.6, 1.0)
 """Probabilities that a turn of a demonstration is the right one, in turns"""
-
-
-def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def prompt_of(line: dict[str, Any]) -> Prompt:
-    """The prompt of a line of a prompt file that a game's data has."""
-    messages = [{"role": "user", "content": line["prompt"]}]
-    return Prompt(prompt_id=line["id"], messages=messages, label=line["label"], metadata=line["metadata"])
 
 
 def conversation(environment: TextGame, prompt: Prompt, player: Player, max_turns: int) -> list[Message]:
@@ -36,11 +21,3 @@ def conversation(environment: TextGame, prompt: Prompt, player: Player, max_turn
             break
         messages += observation.messages
     return messages if messages[-1]["role"] == "assistant" else messages[:-1]
-
-
-def write_demonstrations(out: Path, conversations: Iterable[list[Message]]) -> None:
-    """Write them as `sft.jsonl`, and their texts as `words.txt`, for a tokenizer that knows these words."""
-    shown = list(conversations)
-    write_lines(out / "sft.jsonl", ({"messages": messages} for messages in shown))
-    texts = dict.fromkeys(str(message["content"]) for messages in shown for message in messages)
-    (out / "words.txt").write_text("\n".join(texts) + "\n")

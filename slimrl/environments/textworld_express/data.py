@@ -16,13 +16,8 @@ from typing import Any
 from textworld_express.constants import GAME_NAMES
 
 from slimrl.agent.environment import Message
-from slimrl.environments.textworld.demonstrations import (
-    SKILLS,
-    conversation,
-    prompt_of,
-    write_demonstrations,
-    write_lines,
-)
+from slimrl.environments.data_files import prompt_of, write_demonstrations, write_lines
+from slimrl.environments.textworld.demonstrations import SKILLS, conversation
 from slimrl.environments.textworld.players import MixedPlayer
 from slimrl.environments.textworld_express.environment import TextWorldExpress
 from slimrl.environments.textworld_express.java import Java

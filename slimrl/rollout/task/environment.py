@@ -10,7 +10,7 @@ from pathlib import Path
 from slimrl.agent.chat.chat_format import CallName, ChatFormat, tool_results
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.environment import MakeEnvironment
-from slimrl.agent.environment_class import check_arguments, check_class, check_roles
+from slimrl.agent.environment_class import check_arguments, check_class, check_made, check_roles
 from slimrl.agent.episode import EpisodeLoop, run_turns
 from slimrl.agent.gateway.agents import Agent, FunctionAgent
 from slimrl.agent.gateway.command_agent import CommandAgent
@@ -143,10 +143,11 @@ def load_agent(config: AgentConfig, sandbox: SandboxPool) -> Agent | None:
 def _task_of(config: AgentConfig, sandbox: SandboxPool) -> Callable[[], CommandTask]:
     """Makes the task of each trajectory's command. Raises ValueError."""
     make = resolve(config.command_task, classes=True)
-    arguments = {**dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox), **config.command_task_args}
-    check_task(config.command_task, make, arguments)
+    supplied = dict.fromkeys(parameters_of_type(make, SandboxPool), sandbox)
+    check_task(config.command_task, make)
+    check_made(config.command_task, make, config.command_task_args, supplied)
     check_arguments(config.command_task, make, config.command_task_args)
-    return partial(make, **arguments)
+    return partial(make, **{**supplied, **config.command_task_args})
 
 
 def _absolute(word: str) -> str:
