@@ -6,6 +6,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+EVALUATION = "eval_"
+"""Beginning of the ids of a training run's evaluations' sessions"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:

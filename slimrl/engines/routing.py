@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slimrl.data.engine import (
+    EVALUATION,
     Engine,
     EngineUnreachable,
     GenerateRequest,
@@ -30,8 +31,6 @@ from slimrl.engines.retries import answered
 
 AVOID_S = 10.0
 """Seconds for which an engine is avoided."""
-EVALUATION = "eval_"
-"""Beginning of the ids of evaluations' sessions."""
 
 log = logging.getLogger(__name__)
 

@@ -73,6 +73,7 @@ class ScoredEpisodes:
                 with SPANS("reward"):
                     timeout_s = self._recipe.rollout.trajectory_timeout_s
                     await score(trajectory, prompt, self._rewards.function, timeout_s)
+                self._take_search_tree(trajectory)
                 self._complete_credit(trajectory)
             except Exception as error:
                 # A task's own code may raise anything.
@@ -82,6 +83,13 @@ class ScoredEpisodes:
                 log.warning("%s: %s", trajectory_id, cause, exc_info=error)
                 _fail(trajectory, cause)
             return trajectory
+
+    def _take_search_tree(self, trajectory: Trajectory) -> None:
+        """Put all turns of a search in place of those of the path that it chose, whose reward the trajectory keeps."""
+        tree, trajectory.search_tree = trajectory.search_tree, None
+        if tree is not None and self._recipe.algorithm.given_by_turn:
+            trajectory.segments, trajectory.turn_advantages = tree.segments, tree.turn_advantages
+            trajectory.turn_rewards, trajectory.turn_states = [], []
 
     async def score_by(self, teacher: Teacher, trajectory: Trajectory) -> list[float]:
         """Add the teacher's log-probs to a trajectory that has not failed.

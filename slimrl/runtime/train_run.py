@@ -11,9 +11,9 @@ from slimrl.algorithms.selection import Selection
 from slimrl.base.errors import StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
+from slimrl.data.engine import EVALUATION
 from slimrl.data.mixture import DataOrder
 from slimrl.data.prompt import Prompt
-from slimrl.engines.routing import EVALUATION
 from slimrl.evaluation.estimates import eval_metrics
 from slimrl.evaluation.item import Item, write_items
 from slimrl.observability.metrics import read_metrics
