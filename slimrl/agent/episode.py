@@ -30,7 +30,7 @@ from slimrl.base.seeds import derive_seed
 from slimrl.base.spans import SPANS
 from slimrl.config.schema.agent import POLICY, AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
-from slimrl.data.engine import EVALUATION, Engine, EngineError
+from slimrl.data.engine import RUN_EVALUATION, Engine, EngineError
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import SearchTree, Status, Trajectory
 
@@ -256,7 +256,7 @@ class EpisodeRunner:
             status=Status.failed,
             scratch={} if scratch is None else scratch,
         )
-        search = None if trajectory_id.startswith(EVALUATION) else self.search
+        search = None if trajectory_id.startswith(RUN_EVALUATION) else self.search
 
         def snapshot(episode: Episode, status: Status) -> Trajectory:
             state = replace(trajectory, status=status, scratch=episode.host.scratch, metadata={})

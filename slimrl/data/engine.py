@@ -6,8 +6,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-EVALUATION = "eval_"
-"""Beginning of the ids of a training run's evaluations' sessions"""
+EVALUATION = "eval"
+"""Beginning of the ids of evaluations' sessions"""
+RUN_EVALUATION = f"{EVALUATION}_"
+"""Beginning of those of evaluations within a training run"""
 
 
 @dataclass(frozen=True, kw_only=True)

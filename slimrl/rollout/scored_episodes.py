@@ -16,7 +16,7 @@ from slimrl.base.spans import SPANS
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
-from slimrl.data.engine import Engine, EngineError
+from slimrl.data.engine import EVALUATION, Engine, EngineError
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Status, Trajectory
 from slimrl.engines.teacher import Teacher
@@ -73,8 +73,9 @@ class ScoredEpisodes:
                 with SPANS("reward"):
                     timeout_s = self._recipe.rollout.trajectory_timeout_s
                     await score(trajectory, prompt, self._rewards.function, timeout_s)
-                self._take_search_tree(trajectory)
-                self._complete_credit(trajectory)
+                if not trajectory_id.startswith(EVALUATION):
+                    self._take_search_tree(trajectory)
+                    self._complete_credit(trajectory)
             except Exception as error:
                 # A task's own code may raise anything.
                 name = self._recipe.reward.function or "the reward"
