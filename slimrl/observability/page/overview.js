@@ -1,0 +1,87 @@
+// State of the runs, what asks for a look, the recipe against its base, model, versions and hardware.
+const STATE_CLASS = { running: "warn", complete: "good", failed: "bad", preempted: "warn" };
+
+function stateBadge(run) {
+  return element("span", { class: "badge " + (STATE_CLASS[run.state.word] || "bad") }, run.state.word);
+}
+
+function facts(pairs) {
+  return element("dl", { class: "facts" }, pairs.filter(([, value]) => value != null && value !== "").flatMap(([name, value]) => [
+    element("dt", {}, name), element("dd", {}, typeof value === "string" ? visible(value) : value)]));
+}
+
+function lastValue(run, name) {
+  const values = (run.curves[name] || []).filter((value) => value != null);
+  return values.length ? values[values.length - 1] : null;
+}
+
+function tiles(run) {
+  const named = ["reward/mean", "sft/loss", ...Object.keys(run.curves).filter((name) => /^eval\/[^/]+\/(accuracy|reward_mean)$/.test(name)),
+    "rollout/zero_variance_fraction", "policy/entropy", "mismatch/logprob_abs_mean", "policy/grad_norm", "time/step_s"];
+  const accurate = (name) => !(name.endsWith("/reward_mean") && run.curves[name.replace("reward_mean", "accuracy")]);
+  return element("div", { class: "tiles" }, named.filter((name) => lastValue(run, name) != null && accurate(name)).map((name) => {
+    const values = run.curves[name].filter((value) => value != null);
+    return element("div", { class: "tile" }, element("span", {}, name), element("b", {}, number(values[values.length - 1])),
+      element("span", {}, "at first " + number(values[0])));
+  }));
+}
+
+function findingList(run) {
+  if (!run.findings.length) return element("p", { class: "hint" }, "No metric asks for a look.");
+  return element("div", { class: "findings" }, run.findings.map((one) => element("div", { class: "finding" },
+    element("a", { href: "#curves", click: () => findPanel(one.metric) }, one.metric), " " + one.says, element("br"),
+    "Perhaps: " + one.cause + ". To do: ", element("span", { class: "mono" }, one.advice),
+    element("div", { class: "hint" }, "docs/debugging.md#" + one.anchor))));
+}
+
+function settingsTable(run) {
+  const kinds = ["command line", "recipe", "base", "default"];
+  const shown = new Set(["command line", "recipe"]);
+  const body = element("tbody");
+  const draw = () => body.replaceChildren(...run.settings.filter((row) => shown.has(row.kind)).map((row) => element("tr", {},
+    element("td", { class: "mono" }, visible(row.key)), element("td", { class: "mono" }, visible(row.value)),
+    element("td", { class: "mono soft" }, row.default == null ? "–" : row.default === row.value ? "the same" : visible(row.default)),
+    element("td", { class: "soft" }, visible(row.from)))));
+  draw();
+  const count = (kind) => run.settings.filter((row) => row.kind === kind).length;
+  const boxes = kinds.map((kind) => element("label", {}, element("input", { type: "checkbox", checked: shown.has(kind), change: (event) => {
+    shown[event.target.checked ? "add" : "delete"](kind); draw();
+  } }), kind + " (" + count(kind) + ")"));
+  return [element("div", { class: "controls" }, boxes), element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, ["setting", "value", "default", "from"].map((title) => element("th", {}, title)))), body))];
+}
+
+function runCard(run) {
+  const { state, duration, model, machine } = run;
+  const modelText = Object.entries(model).filter(([name]) => name !== "path").map(([name, value]) => name + " " + value).join(", ");
+  const packages = Object.entries(machine.packages || {}).filter(([, version]) => version).map(([name, version]) => name + " " + version).join(", ");
+  const git = machine.git && machine.git.commit ? machine.git.commit.slice(0, 12) + (machine.git.dirty ? ", with changes" : "") : null;
+  return element("div", { class: "card" },
+    element("h2", {}, element("span", { class: "swatch", style: "background:" + colour(run.family) }), visible(run.name) + " ", stateBadge(run),
+      " step " + state.step + " of " + state.steps),
+    state.cause ? element("pre", { class: state.word === "failed" ? "bad" : "soft" }, visible(state.cause)) : null,
+    tiles(run),
+    element("h3", {}, "To look at"), findingList(run),
+    element("h3", {}, "Run"),
+    facts([["folder", run.path], ["begun", duration.begun], ["last step at", duration.last],
+      ["time in steps", seconds(duration.steps_s) + (duration.eval_s ? ", in evaluations " + seconds(duration.eval_s) : "")],
+      ["starts", duration.starts > 1 ? String(duration.starts) : null], ["model", model.path], ["", modelText],
+      ["machine", machine.host ? machine.host.name + ", " + machine.host.cpus + " CPUs, " + machine.platform : null],
+      ["versions", packages ? packages + ", Python " + machine.python : null], ["commit", git],
+      ["command", machine.command ? element("code", {}, visible(machine.command.join(" "))) : null]]),
+    element("h3", {}, "Recipe"), settingsTable(run),
+    state.log ? element("details", {}, element("summary", {}, "end of logs/driver.log"), element("pre", { class: "mono" }, visible(state.log))) : null);
+}
+
+function differenceCard() {
+  if (!DATA.differences.length) return null;
+  return element("div", { class: "card" }, element("h2", {}, "In what the runs differ"), element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, element("th", {}, "setting"), RUNS.map((run) => element("th", {}, visible(run.name))))),
+    element("tbody", {}, DATA.differences.map((row) => element("tr", {}, element("td", { class: "mono" }, visible(row.key)),
+      row.values.map((value) => element("td", { class: "mono" }, value == null ? "–" : visible(value)))))))));
+}
+
+function drawOverview() {
+  byId("overview").replaceChildren(...[differenceCard(), ...RUNS.map(runCard),
+    element("p", { class: "hint" }, "Made " + DATA.made + " by slimrl report --html.")].filter(Boolean));
+}
