@@ -39,13 +39,13 @@ function detailFacts(row, conversation) {
   const words = [
     "reward " + number(value("reward")), parts(conversation.rewards), parts(conversation.role_rewards),
     value("advantage") == null ? "" : "advantage " + number(value("advantage")), value("status"), (value("turns") ?? "–") + " turns",
-    number(value("tokens")) + " tokens, " + number(value("sampled")) + " sampled", value("version") == null ? "" : "version " + value("version"),
+    value("tokens") == null ? "" : number(value("tokens")) + " tokens", value("sampled") == null ? "" : number(value("sampled")) + " sampled", value("version") == null ? "" : "version " + value("version"),
     value("gap") == null ? "" : "largest gap " + number(value("gap"), 3) + " nat",
   ].filter(Boolean).join(" · ");
   const error = (conversation.metadata || {}).error;
   return element("div", {}, element("div", { class: "mono soft id" }, visible(value("id") + "  " + value("group"))), element("div", { class: "hint" }, visible(words)),
     error ? element("pre", { class: "bad" }, visible(error)) : null,
-    conversation.label == null ? null : element("div", { class: "hint" }, "label: ", longText(typeof conversation.label === "string" ? conversation.label : JSON.stringify(conversation.label))));
+    conversation.label == null ? null : element("div", { class: "hint" }, "label ", shortText(typeof conversation.label === "string" ? conversation.label : JSON.stringify(conversation.label))));
 }
 
 // A text with the words that are searched for marked; a long one is shown in parts.
@@ -63,6 +63,8 @@ function longText(text) {
   more(FIRST_CHARACTERS);
   return holder;
 }
+
+const shortText = (text) => (text.length < 200 ? element("code", {}, visible(text)) : longText(text));
 
 function marked(text) {
   const words = table.words.toLowerCase(), lower = text.toLowerCase(), found = [];
@@ -91,7 +93,8 @@ function saidAndThought(message) {
 
 function callView(call) {
   const given = call.function || call;
-  const named = typeof given.arguments === "string" ? given.arguments : JSON.stringify(given.arguments, null, 1);
+  const short = typeof given.arguments === "string" ? given.arguments : JSON.stringify(given.arguments);
+  const named = short && short.length > 80 && typeof given.arguments === "object" ? JSON.stringify(given.arguments, null, 1) : short;
   return element("div", { class: "call" }, element("b", { class: "mono" }, visible(given.name ?? "?")), longText(named ?? ""));
 }
 

@@ -62,17 +62,19 @@ function curveTraces(metric, family, tint, dash, label) {
     const own = runs.length > 1 ? label + " " + plain(run.name) : label;
     const faint = smoothing ? [{ type: "scatter", mode: "lines", x: raw[place][0], y: raw[place][1], line: { color: withAlpha(tint, 0.25), width: 1 },
       hoverinfo: "skip", showlegend: false }] : [];
-    return [...faint, { ...common, x: curves[place][0], y: curves[place][1], name: own, hovertemplate: hover(own), showlegend: place === 0 || families.length > 1, meta: run.name }];
+    return [...faint, { ...common, x: curves[place][0], y: curves[place][1], name: own, hovertemplate: hover(own), showlegend: place === 0, meta: run.name }];
   });
 }
 
+// Of one family a colour is a metric; of several it is a family, as the legend above says, and a dash is a metric.
 function panelTraces(panel) {
-  const one = panel.metrics.length === 1;
-  return families.flatMap((family, order) => panel.metrics.flatMap((metric, place) => {
-    const label = [families.length > 1 ? familyName(family) : null, one && families.length > 1 ? null : plain(metric)].filter(Boolean).join(": ");
-    const tint = families.length > 1 ? colour(order) : colour(one ? 0 : place);
-    return curveTraces(metric, family, tint, families.length > 1 ? DASHES[place % DASHES.length] : "solid", label);
-  }));
+  if (families.length === 1) return panel.metrics.flatMap((metric, place) => curveTraces(metric, families[0], colour(place), "solid", plain(metric)));
+  const dash = (place) => DASHES[place % DASHES.length];
+  const traces = families.flatMap((family, order) => panel.metrics.flatMap((metric, place) =>
+    curveTraces(metric, family, colour(order), dash(place), familyName(family) + ": " + plain(metric)).map((trace) => ({ ...trace, showlegend: false }))));
+  const keys = panel.metrics.length < 2 ? [] : panel.metrics.map((metric, place) => ({
+    type: "scatter", mode: "lines", x: [null], y: [null], name: plain(metric), line: { color: cssColour("--soft"), dash: dash(place), width: 1.8 }, hoverinfo: "skip" }));
+  return [...traces, ...keys];
 }
 
 function drawPanel(target) {
@@ -80,8 +82,8 @@ function drawPanel(target) {
   const traces = panelTraces(panel);
   const names = traces.filter((trace) => trace.showlegend !== false && trace.name).length;
   const layout = figureLayout({
-    xaxis: { title: { text: "step", standoff: 2 }, nticks: 8, tickformat: "d", range: stepRange() },
-    yaxis: { title: { text: panel.unit }, type: panel.log ? "log" : "linear", rangemode: panel.zero && !panel.log ? "tozero" : "normal", exponentformat: "power" },
+    xaxis: { nticks: 8, tickformat: "d", range: stepRange() },
+    yaxis: { type: panel.log ? "log" : "linear", rangemode: panel.zero && !panel.log ? "tozero" : "normal", exponentformat: "power" },
     showlegend: names > 1 && names <= 12, hovermode: "x",
   });
   Plotly.react(target, traces, layout, FIGURE);
@@ -105,7 +107,7 @@ function panelCard(panel) {
     drawPanel(target);
   } }, "log");
   const card = element("div", { class: "card panel", "data-find": (panel.title + " " + panel.metrics.join(" ")).toLowerCase(), title: panel.metrics.join("\n") },
-    element("div", { class: "panel-head" }, element("h2", {}, panel.title), button), target);
+    element("div", { class: "panel-head" }, element("h2", {}, panel.title, panel.unit ? element("span", { class: "unit" }, panel.unit) : null), button), target);
   drawnPanels.set(target, panel);
   panelWatcher.observe(target);
   return card;

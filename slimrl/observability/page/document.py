@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from slimrl.base.atomic import atomic_file
 from slimrl.observability.page.conversations import Conversations, conversations
+from slimrl.observability.page.experts import expert_load
 from slimrl.observability.page.findings import findings
 from slimrl.observability.page.packed import script_json
 from slimrl.observability.page.panels import curves, panels
@@ -24,7 +25,8 @@ from slimrl.observability.page.times import times
 MOST_TRAJECTORIES = 2_000
 """Default of the number of trajectories in a page"""
 _FOLDER = Path(__file__).parent
-SCRIPTS = ("base.js", "overview.js", "curves.js", "time.js", "table.js", "conversation.js", "tokens.js", "start.js")
+SCRIPTS = ("base.js", "overview.js", "curves.js", "time.js", "table.js", "conversation.js", "tokens.js", "experts.js",
+           "start.js")  # fmt: skip
 """Files of the page's own script, in their order"""
 
 
@@ -42,6 +44,7 @@ def write_page(folders: Sequence[Path], out: Path, title: str = "", most: int = 
     """
     runs = read_runs(list(folders))
     held = conversations(runs, most)
+    loads = {number: load for number, run in enumerate(runs) if (load := expert_load(run))}
     title = title or ", ".join(run.name for run in runs)
     scripts = [Markup(files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8"))]
     scripts.append(Markup('"use strict";\n' + "\n".join((_FOLDER / name).read_text() for name in SCRIPTS)))
@@ -51,7 +54,8 @@ def write_page(folders: Sequence[Path], out: Path, title: str = "", most: int = 
         policy=_policy(scripts),
         style=Markup((_FOLDER / "page.css").read_text()),
         scripts=scripts,
-        data=Markup(script_json(page_data(runs, held, title))),
+        data=Markup(script_json(page_data(runs, held, list(loads), title))),
+        loads=loads,
         parts=held.parts,
     )
     with atomic_file(out) as file:
@@ -60,14 +64,19 @@ def write_page(folders: Sequence[Path], out: Path, title: str = "", most: int = 
     return held
 
 
-def page_data(runs: Sequence[Run], held: Conversations, title: str) -> dict[str, Any]:
-    """All that the page shows but the packed trajectories."""
+def page_data(runs: Sequence[Run], held: Conversations, with_load: list[int], title: str) -> dict[str, Any]:
+    """All that the page shows but what is packed.
+
+    Args:
+        with_load: numbers of the runs that recorded the load of experts.
+    """
     return {
         "title": title,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "runs": [_run_data(run, family) for run, family in zip(runs, seed_families(list(runs)), strict=True)],
         "differences": differences(list(runs)) if len(runs) > 1 else [],
         "panels": panels(runs),
+        "expert_runs": with_load,
         "trajectories": {"columns": held.columns, "shown": len(held.parts), "found": held.found},
     }
 

@@ -1,6 +1,10 @@
 // State of the runs, what asks for a look, the recipe against its base, model, versions and hardware.
 const STATE_CLASS = { running: "warn", complete: "good", failed: "bad", preempted: "warn" };
 
+// Metrics whose last values say most of a run.
+const HEADLINES = [/^reward\/mean$/, /^sft\/loss$/, /^eval\/[^/]+\/(accuracy|reward_mean)$/, /^rollout\/zero_variance_fraction$/, /^policy\/entropy$/,
+  /^mismatch\/logprob_abs_mean$/, /^policy\/grad_norm$/, /^time\/step_s$/];
+
 function stateBadge(run) {
   return element("span", { class: "badge " + (STATE_CLASS[run.state.word] || "bad") }, run.state.word);
 }
@@ -16,8 +20,7 @@ function lastValue(run, name) {
 }
 
 function tiles(run) {
-  const named = ["reward/mean", "sft/loss", ...Object.keys(run.curves).filter((name) => /^eval\/[^/]+\/(accuracy|reward_mean)$/.test(name)),
-    "rollout/zero_variance_fraction", "policy/entropy", "mismatch/logprob_abs_mean", "policy/grad_norm", "time/step_s"];
+  const named = HEADLINES.flatMap((pattern) => Object.keys(run.curves).filter((name) => pattern.test(name)));
   const accurate = (name) => !(name.endsWith("/reward_mean") && run.curves[name.replace("reward_mean", "accuracy")]);
   return element("div", { class: "tiles" }, named.filter((name) => lastValue(run, name) != null && accurate(name)).map((name) => {
     const values = run.curves[name].filter((value) => value != null);
@@ -39,7 +42,7 @@ function settingsTable(run) {
   const shown = new Set(["command line", "recipe"]);
   const body = element("tbody");
   const draw = () => body.replaceChildren(...run.settings.filter((row) => shown.has(row.kind)).map((row) => element("tr", {},
-    element("td", { class: "mono" }, visible(row.key)), element("td", { class: "mono" }, visible(row.value)),
+    element("td", { class: "mono key" }, visible(row.key)), element("td", { class: "mono" }, visible(row.value)),
     element("td", { class: "mono soft" }, row.default == null ? "–" : row.default === row.value ? "the same" : visible(row.default)),
     element("td", { class: "soft" }, visible(row.from)))));
   draw();
@@ -69,19 +72,31 @@ function runCard(run) {
       ["machine", machine.host ? machine.host.name + ", " + machine.host.cpus + " CPUs, " + machine.platform : null],
       ["versions", packages ? packages + ", Python " + machine.python : null], ["commit", git],
       ["command", machine.command ? element("code", {}, visible(machine.command.join(" "))) : null]]),
-    element("h3", {}, "Recipe"), settingsTable(run),
+    element("details", { open: RUNS.length === 1 }, element("summary", {}, "recipe against its base"), settingsTable(run)),
     state.log ? element("details", {}, element("summary", {}, "end of logs/driver.log"), element("pre", { class: "mono" }, visible(state.log))) : null);
 }
 
 function differenceCard() {
   if (!DATA.differences.length) return null;
-  return element("div", { class: "card" }, element("h2", {}, "In what the runs differ"), element("div", { class: "scroll" }, element("table", {},
+  return element("details", { class: "card", open: DATA.differences.length <= 12 }, element("summary", {}, "settings in which the runs differ: " + DATA.differences.length), element("div", { class: "scroll" }, element("table", {},
     element("thead", {}, element("tr", {}, element("th", {}, "setting"), RUNS.map((run) => element("th", {}, visible(run.name))))),
-    element("tbody", {}, DATA.differences.map((row) => element("tr", {}, element("td", { class: "mono" }, visible(row.key)),
+    element("tbody", {}, DATA.differences.map((row) => element("tr", {}, element("td", { class: "mono key" }, visible(row.key)),
       row.values.map((value) => element("td", { class: "mono" }, value == null ? "–" : visible(value)))))))));
 }
 
+// The last values of several runs, side by side.
+function comparisonCard() {
+  if (RUNS.length === 1) return null;
+  const names = HEADLINES.flatMap((pattern) => [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => pattern.test(name)));
+  const shown = names.filter((name) => RUNS.some((run) => lastValue(run, name) != null)).slice(0, 9);
+  return element("div", { class: "card" }, element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, ["run", "state", "step"].map((title) => element("th", {}, title)), shown.map((name) => element("th", { class: "number" }, visible(name))))),
+    element("tbody", {}, RUNS.map((run) => element("tr", {}, element("td", {}, element("span", { class: "swatch", style: "background:" + colour(run.family) }), visible(run.name)),
+      element("td", {}, stateBadge(run)), element("td", { class: "number" }, run.state.step + " of " + run.state.steps),
+      shown.map((name) => element("td", { class: "number" }, number(lastValue(run, name))))))))));
+}
+
 function drawOverview() {
-  byId("overview").replaceChildren(...[differenceCard(), ...RUNS.map(runCard),
+  byId("part-overview").replaceChildren(...[comparisonCard(), ...RUNS.map(runCard), differenceCard(),
     element("p", { class: "hint" }, "Made " + DATA.made + " by slimrl report --html.")].filter(Boolean));
 }

@@ -4,6 +4,7 @@ import json
 from pathlib import PurePath
 from typing import Any
 
+from slimrl.config.schema.types import MISSING
 from slimrl.observability.page.run import DEFAULTS, Run
 
 OF_ONE_RUN = ("seed", "run", "tracking", "checkpoint")
@@ -20,12 +21,12 @@ def setting_rows(run: Run) -> list[dict[str, Any]]:
     rows = []
     for key, value in run.settings.items():
         origin = origins.get(key, "default")
-        default = DEFAULTS.get(key)
+        default = DEFAULTS.get(key, MISSING)
         rows.append(
             {
                 "key": key,
                 "value": _text(value),
-                "default": _text(default) if key in DEFAULTS else None,
+                "default": None if default == MISSING else _text(default),
                 "from": origin,
                 "kind": _kind(origin, recipe),
             }
@@ -73,7 +74,9 @@ def differences(runs: list[Run]) -> list[dict[str, Any]]:
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = []
     for key in keys:
-        values = [_text(run.settings[key]) if key in run.settings else None for run in runs]
+        # A run of an earlier version lacks newer settings.
+        found = [run.settings.get(key, DEFAULTS.get(key)) for run in runs]
+        values = [None if value is None else _text(value) for value in found]
         if len(set(values)) > 1:
             rows.append({"key": key, "values": values})
     return rows

@@ -3,17 +3,17 @@ const PARTS = ["overview", "curves", "time", "trajectories", "experts"];
 const drawn = new Set();
 const DRAW = {
   overview: drawOverview, curves: drawCurves, time: () => { startTimes(); drawTimes(); repaints.push(drawTimes); },
-  trajectories: () => { startTable(); arrange(); }, experts: () => {},
+  trajectories: () => { startTable(); arrange(); }, experts: startExperts,
 };
 
 function route() {
   const [asked, row] = location.hash.slice(1).split("/");
   const part = PARTS.includes(asked) ? asked : "overview";
-  for (const name of PARTS) byId(name).hidden = name !== part;
+  for (const name of PARTS) byId("part-" + name).hidden = name !== part;
   document.querySelectorAll("#tabs a").forEach((tab) => tab.setAttribute("aria-selected", String(tab.hash === "#" + part)));
   if (!drawn.has(part)) { drawn.add(part); DRAW[part](); }
   if (part === "trajectories" && row !== undefined && Number(row) < NUM_ROWS && Number(row) !== table.chosen) choose(Number(row), true);
-  if (part === "time" || part === "curves") byId(part).querySelectorAll(".js-plotly-plot").forEach((plot) => Plotly.Plots.resize(plot));
+  if (part !== "overview") byId("part-" + part).querySelectorAll(".js-plotly-plot").forEach((plot) => Plotly.Plots.resize(plot));
 }
 
 document.addEventListener("keydown", (event) => {
@@ -23,7 +23,7 @@ document.addEventListener("keydown", (event) => {
   }
   const place = ["1", "2", "3", "4", "5"].indexOf(event.key);
   if (place >= 0 && !document.querySelector('#tabs a[href="#' + PARTS[place] + '"]').hidden) location.hash = "#" + PARTS[place];
-  if (byId("trajectories").hidden) return;
+  if (byId("part-trajectories").hidden) return;
   if (event.key === "/") byId("search").focus();
   else if (["j", "ArrowDown", "ArrowRight"].includes(event.key)) chooseNext(1);
   else if (["k", "ArrowUp", "ArrowLeft"].includes(event.key)) chooseNext(-1);
@@ -36,6 +36,6 @@ byId("theme").addEventListener("click", () => setTheme(!isDark()));
 setTheme(matchMedia("(prefers-color-scheme: dark)").matches);
 const tab = (name) => document.querySelector('#tabs a[href="#' + name + '"]');
 tab("trajectories").hidden = !NUM_ROWS;
-tab("experts").hidden = true;
+tab("experts").hidden = !DATA.expert_runs.length;
 addEventListener("hashchange", route);
 route();

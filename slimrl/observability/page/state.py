@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,13 @@ def _log_end(run: Run) -> str:
 def _cause(run: Run) -> str:
     """What the newest start said when it ended; empty if it said nothing, as after SIGKILL."""
     log = _log_end(run)
-    records = [log[one.start() : two] for one, two in _between(list(_RECORD.finditer(log)), len(log))]
+    begins = [one.start() for one in _RECORD.finditer(log)]
+    records = [log[begin:end] for begin, end in pairwise([*begins, len(log)])]
     began = run.starts[-1]["time"] if run.starts else ""
     for record in reversed(records):
         if (found := _ENDED.search(record)) is not None and _utc(record) >= began:
             return record[found.end() :].strip()[:LONGEST_CAUSE]
     return ""
-
-
-def _between(found: list[re.Match[str]], end: int) -> list[tuple[re.Match[str], int]]:
-    ends = [one.start() for one in found[1:]] + [end]
-    return list(zip(found, ends, strict=True))
 
 
 def _utc(record: str) -> str:

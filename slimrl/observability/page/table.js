@@ -8,7 +8,7 @@ const TABLE = [ // column, title, width, whether it is a number
   ["turns", "turns", "3.6rem", true], ["tokens", "tokens", "4.4rem", true], ["errors", "errors", "4rem", true], ["version", "version", "4.4rem", true],
   ["gap", "largest gap", "6rem", true],
 ].filter(([name]) => (name === "run" ? RUNS.length > 1 : (COLUMNS[name] || []).some((value) => value != null && value !== "" && (name !== "errors" || value))));
-const table = { sort: null, down: false, filters: {}, words: "", found: null, rows: [], chosen: -1, searching: 0 };
+const table = { sort: null, down: false, filters: {}, words: "", found: null, rows: [], made: new Map(), chosen: -1, searching: 0 };
 
 const cellText = (name, row) => {
   const value = COLUMNS[name][row];
@@ -49,7 +49,7 @@ function arrange() {
   byId("table-body").style.height = rows.length * ROW_HEIGHT + "px";
   const { shown, found } = DATA.trajectories;
   byId("counts").textContent = rows.length + " of " + shown + " trajectories" + (found > shown ? "; the run has recorded " + found : "") +
-    (table.searching ? " – searching …" : "") + ". j and k: next and previous";
+    (table.searching ? " – searching …" : "");
   drawHead();
   drawRows();
 }
@@ -67,17 +67,30 @@ function sortBy(name, down) {
   byId("table").scrollTop = 0;
 }
 
+// Rows that come into view are made, those that leave it go.
 function drawRows() {
-  const holder = byId("table");
+  const holder = byId("table"), body = byId("table-body");
   const first = Math.max(0, Math.floor(holder.scrollTop / ROW_HEIGHT) - 8);
   const last = Math.min(table.rows.length, Math.ceil((holder.scrollTop + holder.clientHeight) / ROW_HEIGHT) + 8);
-  const template = TABLE.map(([, , width]) => width).join(" ");
-  byId("table-body").replaceChildren(...table.rows.slice(first, last).map((row, place) => element("div", {
-    class: "row", role: "row", "aria-selected": String(row === table.chosen), "data-row": row,
-    style: "top:" + (first + place) * ROW_HEIGHT + "px;grid-template-columns:" + template, click: () => choose(row),
+  for (const [place, made] of table.made) {
+    if (place < first || place >= last || Number(made.dataset.row) !== table.rows[place]) { made.remove(); table.made.delete(place); }
+  }
+  for (let place = first; place < last; place++) {
+    if (!table.made.has(place)) {
+      table.made.set(place, rowView(table.rows[place], place));
+      body.append(table.made.get(place));
+    }
+    table.made.get(place).setAttribute("aria-selected", String(table.rows[place] === table.chosen));
+  }
+}
+
+function rowView(row, place) {
+  return element("div", {
+    class: "row", role: "row", "data-row": row, click: () => choose(row),
+    style: "top:" + place * ROW_HEIGHT + "px;grid-template-columns:" + TABLE.map(([, , width]) => width).join(" "),
   }, TABLE.map(([name, , , isNumber]) => element("span", {
     class: (isNumber ? "number " : "") + (name === "reward" && COLUMNS.reward[row] > 0 ? "good" : name === "status" && COLUMNS.status[row] !== "completed" ? "warn" : ""),
-  }, cellText(name, row))))));
+  }, cellText(name, row))));
 }
 
 // Open a trajectory, and bring its row into view.

@@ -18,7 +18,7 @@ function drawTimes() {
   }));
   const marks = markLines(restarts, "restart", cssColour("--bad")), engines = markLines(replaced, "engine restarted", cssColour("--warn"));
   Plotly.react(byId("time-plot"), traces, figureLayout({
-    barmode: "stack", bargap: step.length > 100 ? 0 : 0.15, xaxis: { title: { text: "step" }, tickformat: "d", nticks: 20 },
+    barmode: "stack", bargap: step.length > 100 ? 0 : 0.15, xaxis: { tickformat: "d", nticks: 20 },
     yaxis: { title: { text: share ? "share" : "s" }, tickformat: share ? ".0%" : "" },
     shapes: [...marks.shapes, ...engines.shapes], annotations: [...marks.annotations, ...engines.annotations],
   }), FIGURE);

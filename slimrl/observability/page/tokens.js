@@ -89,16 +89,20 @@ function tokenView(segments) {
     more.replaceChildren(...(rest ? [element("button", { type: "button", click: () => fill(place, spans[place].length + 4 * FIRST_BLOCKS * BLOCK) }, "more: " + number(rest) + " tokens are left")] : []));
   };
 
+  let chosen = null, jumped = 0;
   const tell = (place, index) => {
     const segment = segments[place];
-    holder.querySelectorAll(".chosen").forEach((one) => one.classList.remove("chosen"));
-    spans[place][index].classList.add("chosen");
+    if (chosen) chosen.classList.remove("chosen");
+    chosen = spans[place][index];
+    chosen.classList.add("chosen");
     const values = Object.entries(all[place]).map(([title, list]) => [title, list[index]]).filter(([, value]) => value != null && !Number.isNaN(value) && value !== -1)
       .map(([title, value]) => title + " " + number(value, 5));
     info.textContent = visible(JSON.stringify(segment.texts[index])) + " · id " + segment.ids[index] + " · position " + index +
       (segments.length > 1 ? " of segment " + place : "") + (segment.role ? " · role " + visible(segment.role) : "") + " · " + values.join(" · ");
   };
   const pointed = (event) => {
+    // A jump moves tokens under a pointer that stands still.
+    if (event.type === "pointerover" && performance.now() - jumped < 500) return;
     const at = event.target.dataset && event.target.dataset.at;
     if (at) tell(...at.split("/").map(Number));
   };
@@ -106,6 +110,7 @@ function tokenView(segments) {
   holder.addEventListener("click", pointed);
 
   const jump = (place, index) => {
+    jumped = performance.now();
     fill(place, index + 1);
     tell(place, index);
     spans[place][index].scrollIntoView({ block: "center" });
