@@ -84,7 +84,7 @@ class AnsweringTrainers:
         everywhere = [(batch.trajectories, sums) for batch, sums in zip(self.held[update], own, strict=True)]
         set_remote(self.held[update], own, everywhere)
 
-    def accumulate(self, update, loss, *, denominator, temperature, logprobs):
+    def accumulate(self, update, loss, *, denominator, temperature, logprobs, recorded):
         self._ask(f"gradients of {update}" + (" with log-probs" if logprobs else ""), temperature)
         remote = [batch.remote.get("policy", np.zeros(1)) for batch in self.held[update]]
         self.updates.append(

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from slimrl.config.schema.types import MISSING, FileName, FilePath, NonNegativeInt, PositiveFloat, PositiveInt
+from slimrl.config.schema.types import (
+    MISSING,
+    CountOrAll,
+    FileName,
+    FilePath,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 class WandbMode(str, Enum):
@@ -42,6 +50,12 @@ class TrackingConfig:
     """wandb's project for the run."""
     trajectories_per_step: NonNegativeInt = 4
     """Number of trajectories per step that are written as readable text."""
+    recorded_trajectories_per_step: CountOrAll = 16
+    """Number of trajectories per step that are recorded with their tokens, as Parquet: the first groups that are within
+    it as a whole, and at least one; -1 records all, 0 none. As many of each evaluation set."""
+    recorded_bytes: PositiveInt = 2_000_000_000
+    """Bytes of all these files: where they are more, one of two steps is kept from then on, then one of four, and so
+    on."""
 
 
 @dataclass(kw_only=True)
