@@ -17,6 +17,7 @@ import numpy as np
 from slimrl.base.jsonl import read_jsonl
 from slimrl.observability.page.packed import compressed, quantity
 from slimrl.observability.page.run import Run
+from slimrl.observability.recorded_trajectories import read_recorded
 
 _FILE = re.compile(r"(?:step|eval)_(\d+)(?:_(.+))?|failed")
 QUANTITIES = {
@@ -94,8 +95,6 @@ def _rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
     recorded: dict[str, dict[str, Any]] = {}
     for path in paths:
         if path.suffix == ".parquet":
-            from slimrl.observability.recorded_trajectories import read_recorded
-
             recorded |= {row["trajectory_id"]: row for row in read_recorded(path)}
         else:
             rows = read_jsonl(path, lambda value, number: _of_evaluation(value) if "sample" in value else value)
@@ -217,5 +216,3 @@ def _gap(segment: Mapping[str, Any]) -> np.ndarray | None:
 
 def _array(values: Sequence[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
-
-

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from slimrl.base.atomic import atomic_file
 from slimrl.observability.page.conversations import Conversations, conversations
@@ -46,15 +45,15 @@ def write_page(folders: Sequence[Path], out: Path, title: str = "", most: int = 
     held = conversations(runs, most)
     loads = {number: load for number, run in enumerate(runs) if (load := expert_load(run))}
     title = title or ", ".join(run.name for run in runs)
-    scripts = [Markup(files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8"))]
-    scripts.append(Markup('"use strict";\n' + "\n".join((_FOLDER / name).read_text() for name in SCRIPTS)))
+    plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
+    scripts = [plotly, '"use strict";\n' + "\n".join((_FOLDER / name).read_text() for name in SCRIPTS)]
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
     stream = environment.get_template("page.html").stream(
         title=title,
         policy=_policy(scripts),
-        style=Markup((_FOLDER / "page.css").read_text()),
+        style=(_FOLDER / "page.css").read_text(),
         scripts=scripts,
-        data=Markup(script_json(page_data(runs, held, list(loads), title))),
+        data=script_json(page_data(runs, held, list(loads), title)),
         loads=loads,
         parts=held.parts,
     )

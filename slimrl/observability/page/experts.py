@@ -21,7 +21,7 @@ def expert_load(run: Run) -> str:
     Raises:
         ValueError: a file cannot be read; names it.
     """
-    files = sorted((run.folder.path / "expert_load").glob("step_*.parquet"))
+    files = sorted(run.folder.expert_load.glob("step_*.parquet"))
     if not files:
         return ""
     chosen = [files[place] for place in sorted({round(at) for at in np.linspace(0, len(files) - 1, MOST_STEPS)})]

@@ -19,11 +19,14 @@ function lastValue(run, name) {
   return values.length ? values[values.length - 1] : null;
 }
 
+// Whether a mean reward of an evaluation is its accuracy too.
+const repeatsAccuracy = (run, name) => name.endsWith("/reward_mean") && run.curves[name.replace("reward_mean", "accuracy")] !== undefined;
+
 function tiles(run) {
   const named = HEADLINES.flatMap((pattern) => Object.keys(run.curves).filter((name) => pattern.test(name)));
-  const accurate = (name) => !(name.endsWith("/reward_mean") && run.curves[name.replace("reward_mean", "accuracy")]);
-  return element("div", { class: "tiles" }, named.filter((name) => lastValue(run, name) != null && accurate(name)).map((name) => {
-    const values = run.curves[name].filter((value) => value != null);
+  return element("div", { class: "tiles" }, named.filter((name) => lastValue(run, name) != null && !repeatsAccuracy(run, name)).map((name) => {
+    // An evaluation before the first step is a step 0, which has a time too.
+    const values = run.curves[name].filter((value, place) => value != null && (run.curves.step[place] > 0 || name.startsWith("eval/")));
     return element("div", { class: "tile" }, element("span", {}, name), element("b", {}, number(values[values.length - 1])),
       element("span", {}, "at first " + number(values[0])));
   }));
@@ -88,10 +91,10 @@ function differenceCard() {
 function comparisonCard() {
   if (RUNS.length === 1) return null;
   const names = HEADLINES.flatMap((pattern) => [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => pattern.test(name)));
-  const shown = names.filter((name) => RUNS.some((run) => lastValue(run, name) != null)).slice(0, 9);
+  const shown = names.filter((name) => RUNS.some((run) => lastValue(run, name) != null && !repeatsAccuracy(run, name))).slice(0, 9);
   return element("div", { class: "card" }, element("div", { class: "scroll" }, element("table", {},
-    element("thead", {}, element("tr", {}, ["run", "state", "step"].map((title) => element("th", {}, title)), shown.map((name) => element("th", { class: "number" }, visible(name))))),
-    element("tbody", {}, RUNS.map((run) => element("tr", {}, element("td", {}, element("span", { class: "swatch", style: "background:" + colour(run.family) }), visible(run.name)),
+    element("thead", {}, element("tr", {}, ["run", "state", "step"].map((title) => element("th", {}, title)), shown.map((name) => element("th", { class: "number" }, visible(name).replaceAll("/", "/\u200b").replaceAll("_", "_\u200b"))))),
+    element("tbody", {}, RUNS.map((run) => element("tr", {}, element("td", { class: "whole" }, element("span", { class: "swatch", style: "background:" + colour(run.family) }), visible(run.name)),
       element("td", {}, stateBadge(run)), element("td", { class: "number" }, run.state.step + " of " + run.state.steps),
       shown.map((name) => element("td", { class: "number" }, number(lastValue(run, name))))))))));
 }

@@ -67,7 +67,7 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """The last parts of each path, at least two and as few as tell them apart: `textworld_0/gspo` and `textworld_1/gspo`."""
+    """The last parts of each path, at least two and as few as tell them apart: `seed_0/gspo` and `seed_1/gspo`."""
     longest = max(len(path.parts) for path in paths)
     for count in range(2, longest + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]

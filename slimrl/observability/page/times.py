@@ -53,9 +53,7 @@ def _profiles(run: Run) -> list[dict[str, Any]]:
             {"name": name, "tracks": step.tracks[name], "spans": _longest(step.processes[name])}
             for name in sorted(step.processes)
         ]
-        profiles.append(
-            {"step": step.number, "seconds": step.seconds, "phases": step.phases, "processes": processes}
-        )
+        profiles.append({"step": step.number, "seconds": step.seconds, "phases": step.phases, "processes": processes})
     return profiles
 
 
