@@ -58,7 +58,9 @@ function figureLayout(extra) {
     xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,
   };
 }
-const FIGURE = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+// Buttons are named one by one, since others send the figure's data to a server.
+const FIGURE = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+  plotlyServerURL: "", showSendToCloud: false, showLink: false, showEditInChartStudio: false };
 
 // The value of a packed part: Base64 of gzipped JSON, in a script element that is read once it is asked for.
 async function unpacked(id) {

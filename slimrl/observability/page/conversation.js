@@ -38,7 +38,7 @@ function detailFacts(row, conversation) {
   const parts = (given) => Object.entries(given || {}).map(([name, one]) => name + " " + number(one)).join(", ");
   const words = [
     "reward " + number(value("reward")), parts(conversation.rewards), parts(conversation.role_rewards),
-    value("advantage") == null ? "" : "advantage " + number(value("advantage")), value("status"), (value("turns") ?? "–") + " turns",
+    value("advantage") == null ? "" : "advantage " + number(value("advantage")), value("status"), (value("turns") ?? "–") + (value("turns") === 1 ? " turn" : " turns"),
     value("tokens") == null ? "" : number(value("tokens")) + " tokens", value("sampled") == null ? "" : number(value("sampled")) + " sampled", value("version") == null ? "" : "version " + value("version"),
     value("gap") == null ? "" : "largest gap " + number(value("gap"), 3) + " nat",
   ].filter(Boolean).join(" · ");

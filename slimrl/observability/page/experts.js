@@ -1,7 +1,7 @@
 // Load of the experts: all layers at one step, and one layer over all steps.
 const expertsState = { load: null };
 
-const heatLayout = (x, y) => figureLayout({ margin: { l: 55, r: 10, t: 8, b: 40 }, xaxis: { title: { text: x }, tickformat: "d" }, yaxis: { title: { text: y }, tickformat: "d" } });
+const heatLayout = (x, y) => figureLayout({ margin: { l: 55, r: 10, t: 8, b: 40 }, xaxis: { title: { text: x }, type: "category", nticks: 20 }, yaxis: { title: { text: y }, type: "category", nticks: 16 } });
 
 function heatTrace(z, x, y, hover) {
   const most = Math.max(2, Math.min(8, expertsState.most));

@@ -4,7 +4,7 @@ const NUM_ROWS = DATA.trajectories.shown;
 const ROW_HEIGHT = 28;
 const TABLE = [ // column, title, width, whether it is a number
   ["run", "run", "8rem", false], ["step", "step", "3.6rem", true], ["set", "set", "5.5rem", false], ["source", "source", "6rem", false],
-  ["group", "group", "9rem", false], ["reward", "reward", "4.6rem", true], ["advantage", "advant.", "4.6rem", true], ["status", "status", "5.6rem", false],
+  ["group", "group", "9rem", false], ["reward", "reward", "5rem", true], ["advantage", "advantage", "5.6rem", true], ["status", "status", "5.6rem", false],
   ["turns", "turns", "3.6rem", true], ["tokens", "tokens", "4.4rem", true], ["errors", "errors", "4rem", true], ["version", "version", "4.4rem", true],
   ["gap", "largest gap", "6rem", true],
 ].filter(([name]) => (name === "run" ? RUNS.length > 1 : (COLUMNS[name] || []).some((value) => value != null && value !== "" && (name !== "errors" || value))));
@@ -75,12 +75,15 @@ function drawRows() {
   for (const [place, made] of table.made) {
     if (place < first || place >= last || Number(made.dataset.row) !== table.rows[place]) { made.remove(); table.made.delete(place); }
   }
+  let above = null;
   for (let place = first; place < last; place++) {
     if (!table.made.has(place)) {
       table.made.set(place, rowView(table.rows[place], place));
-      body.append(table.made.get(place));
+      if (above) above.after(table.made.get(place));
+      else body.prepend(table.made.get(place));
     }
-    table.made.get(place).setAttribute("aria-selected", String(table.rows[place] === table.chosen));
+    above = table.made.get(place);
+    above.setAttribute("aria-selected", String(table.rows[place] === table.chosen));
   }
 }
 
