@@ -67,6 +67,28 @@ def test_mlflow_has_one_run_with_its_numbers_texts_and_end(tmp_path: Path, monke
     assert (files / "config.yaml").read_text() == "seed: 7\n"
 
 
+def test_an_mlflow_server_that_is_away_is_named_at_the_start_and_ends_no_run_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    settings = TrackingConfig(wandb=WandbMode.disabled, more=[TrackerName.mlflow])
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = open_run_folder(tmp_path, "demo", "")
+    with Trackers(run, settings, {}) as trackers:
+
+        def away(*given, **named):
+            raise mlflow.MlflowException("no connection")
+
+        monkeypatch.setattr(mlflow.MlflowClient, "log_batch", away)
+        trackers.log(1, {"reward/mean": 0.5})
+    assert "MLflow does not take" in caplog.text
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ValueError, match=r"tracking\.more: MLflow at http://127\.0\.0\.1:9: "):
+        Trackers(open_run_folder(tmp_path, "other", ""), settings, {})
+
+
 def test_a_tracker_that_is_not_installed_is_named_before_the_start_and_one_that_is_asked_for_alone(
     monkeypatch: pytest.MonkeyPatch,
 ):
