@@ -57,6 +57,8 @@ class RunFolder:
         self.profile = self.path / PROFILE_FOLDER
         """Spans of the steps that `--profile` names, and their trace."""
         self.wandb = self.path / "wandb"
+        self.tensorboard = self.path / "tensorboard"
+        self.mlflow = self.path / "mlflow"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export" / "hf"
         """The trained model as a Hugging Face checkpoint."""

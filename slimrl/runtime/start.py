@@ -23,6 +23,7 @@ from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
+from slimrl.config.tracking_rules import missing_trackers
 from slimrl.engines.client import SglangEngine
 from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.teacher import Teacher
@@ -87,6 +88,7 @@ def prepare[T](
             progress.say(str(problem))
         else:
             problems.append(problem)
+    problems += [loaded.problem(*violation) for violation in missing_trackers(loaded.recipe, command)]
     return loaded, read_files(loaded, problems, read, shared_only=ray_address is not None)
 
 

@@ -19,7 +19,7 @@ from slimrl.evaluation.estimates import eval_metrics
 from slimrl.evaluation.item import Item, write_items
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
-from slimrl.observability.samples import write_samples
+from slimrl.observability.samples import as_markdown, first_of_groups, write_samples
 from slimrl.rollout.environment_metrics import environment_metrics
 from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.group_ledger import GroupLedger
@@ -143,6 +143,8 @@ class TrainRun(Run):
             step.record({"data/left_out_prompts": self.task.num_left_out})
         limit = self.recipe.tracking.trajectories_per_step
         write_samples(self.folder.sample_file(step.number), batch.sampled, batch.prompts, limit)
+        if self.recipe.tracking.texts:
+            self.trackers.log_texts(step.number, [as_markdown(one) for one in first_of_groups(batch.sampled, limit)])
         self._recording.choose(step, batch)
 
     def before_resync(self, step: Step) -> None:
