@@ -25,7 +25,10 @@ def driven(folder: Path, *arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("width", "scheme", "controls"), [("1300", "light", "all"), ("390", "dark", "few")])
+@pytest.mark.parametrize(
+    ("width", "scheme", "controls"),
+    [pytest.param("1300", "light", "all", marks=pytest.mark.full), ("390", "dark", "few")],
+)
 def test_every_control_works_without_an_error_and_texts_stay_texts(tmp_path, width, scheme, controls):
     seen = driven(tmp_path, width, scheme, controls)
     assert seen["errors"] == []
