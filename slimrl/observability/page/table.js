@@ -15,6 +15,8 @@ const cellText = (name, row) => {
   const value = COLUMNS[name][row];
   if (name === "run") return visible(RUNS[value].name);
   if (name === "step" && value < 0) return "–";
+  // Ids of a data set differ at their ends.
+  if (name === "group" && value.length > 16) return "…" + visible(value.slice(-15));
   if (name === "set") return value || "training";
   return typeof value === "number" ? number(value, 3) : value == null ? "–" : visible(value);
 };

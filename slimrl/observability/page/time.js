@@ -1,10 +1,10 @@
 // Where the time of steps went, and what a profile recorded.
 const timeRun = () => RUNS[Number(byId("time-run").value) || 0];
 
-function markLines(steps, text, tint) {
+function markLines(steps, text, tint, height) {
   return {
     shapes: steps.map((step) => ({ type: "line", x0: step - 0.5, x1: step - 0.5, y0: 0, y1: 1, yref: "paper", line: { color: tint, dash: "dash", width: 1.5 } })),
-    annotations: steps.map((step) => ({ x: step - 0.5, y: 1, yref: "paper", text, showarrow: false, font: { size: 10, color: tint }, xanchor: "left", yanchor: "top" })),
+    annotations: steps.map((step) => ({ x: step - 0.5, y: height, yref: "paper", text, showarrow: false, font: { size: 10, color: tint }, xanchor: "left", yanchor: "top" })),
   };
 }
 
@@ -16,7 +16,7 @@ function drawTimes() {
     type: "bar", name, x: step, y: share ? values.map((value, place) => value / totals[place]) : values, marker: { color: colour(order) },
     customdata: values, hovertemplate: "step %{x}, " + name + ": %{customdata:.3f} s<extra></extra>",
   }));
-  const marks = markLines(restarts, "restart", cssColour("--bad")), engines = markLines(replaced, "engine restarted", cssColour("--warn"));
+  const marks = markLines(restarts, "restart", cssColour("--bad"), 1), engines = markLines(replaced, "engine restarted", cssColour("--warn"), 0.95);
   Plotly.react(byId("time-plot"), traces, figureLayout({
     barmode: "stack", bargap: step.length > 100 ? 0 : 0.15, xaxis: { tickformat: "d", nticks: 20 },
     yaxis: { title: { text: share ? "share" : "s" }, tickformat: share ? ".0%" : "" },
