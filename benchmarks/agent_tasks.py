@@ -81,6 +81,15 @@ TASKS = {
         words="words.txt",
         sft_updates=200,
     ),
+    "textarena": Task(
+        recipe="tiny_moe/gspo_textarena.yaml",
+        data=(
+            "environment", "data", "textarena", "--num", "600", "--set", "games=Nim-v0",
+            "--set", "demonstrations=2000",
+        ),
+        words="words.txt",
+        sft_updates=200,
+    ),
     "textworld": Task(
         recipe="tiny_moe/gspo_textworld.yaml",
         data=(

@@ -85,7 +85,7 @@ _ENTRIES: tuple[Entry, ...] = (
     Entry(
         name="textarena",
         summary="games and negotiations of two in text, against itself or against opponents by script",
-        packages="textarena 0.7.4 (MIT); of what it imports nltk 3.10.4 and regex (Apache-2.0) and requests (Apache-2.0)",
+        packages="textarena 0.7.4 (MIT), nltk 3.10.4 (Apache-2.0), which it imports",
         size_mb=34,
         class_name="TextArena",
         solver_options={"opponents": "first"},

@@ -1,4 +1,7 @@
-"""Texts that may be moves: those that a game lists, or else all that its rules have. Needs the standard library alone."""
+"""Texts that may be moves: those that a game lists, or else all that its rules have.
+
+Needs the standard library alone.
+"""
 
 import random
 import re
@@ -40,7 +43,10 @@ def _alquerque() -> list[str]:
 
 def _allocations() -> list[str]:
     """All of three fields and 20 units, and some of the larger games' five and seven fields."""
-    chance, found = random.Random(0), [f"[A{a} B{b} C{20 - a - b}]" for a, b in product(range(21), repeat=2) if a + b <= 20]
+    chance, found = (
+        random.Random(0),
+        [f"[A{a} B{b} C{20 - a - b}]" for a, b in product(range(21), repeat=2) if a + b <= 20],
+    )
     for names, units in (("ABCDE", 50), ("ABCDEFG", 75)):
         for _ in range(50):
             cuts = [0, *sorted(chance.randrange(units + 1) for _ in names[1:]), units]

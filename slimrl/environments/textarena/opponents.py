@@ -61,7 +61,9 @@ def refuse_unsolved(game: str) -> None:
 def best_moves(game: Game) -> list[str]:
     """Moves of Nim that leave piles whose sizes xor to 0 (Bouton, 1901); all moves if there is none."""
     total = nim_sum(game)
-    best = [f"[{index} {size - (size ^ total)}]" for index, size in enumerate(game.state["piles"]) if size ^ total < size]
+    best = [
+        f"[{index} {size - (size ^ total)}]" for index, size in enumerate(game.state["piles"]) if size ^ total < size
+    ]
     return best or list(legal_moves(game))
 
 
