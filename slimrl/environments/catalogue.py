@@ -85,8 +85,8 @@ _ENTRIES: tuple[Entry, ...] = (
     Entry(
         name="textarena",
         summary="games and negotiations of two in text, against itself or against opponents by script",
-        packages="textarena 0.7.4 (MIT), nltk 3.10.4 (Apache-2.0), which it imports",
-        size_mb=34,
+        packages="textarena 0.7.4 (MIT)",
+        size_mb=17,
         class_name="TextArena",
         solver_options={"opponents": "first"},
     ),

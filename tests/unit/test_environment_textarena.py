@@ -6,8 +6,7 @@ import pytest
 from venvs import run_in
 
 PRELUDE = """
-import json, random
-import textarena
+import json, random, sys
 from slimrl.agent.environment import Turn
 from slimrl.data.prompt import Prompt
 from slimrl.environments.textarena.environment import TextArena
@@ -47,7 +46,7 @@ for name in NAMES:
     game = name + ("-v0-tiny" if name == "Breakthrough" else "-v0")
     environment, seen = started(game, seed=5)
     texts = go_on(environment, seen, random.Random(1), limit=30 if name in ("Checkers", "Alquerque") else 1000)
-    alone = textarena.make(game)
+    alone = sys.modules["textarena"].make(game)
     alone.reset(num_players=2, seed=5)
     heard = {}
     for observation, text in zip(seen, texts):

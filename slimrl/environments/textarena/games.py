@@ -3,12 +3,11 @@
 import copy
 import importlib
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from types import ModuleType
 from typing import Any, Self
-
-import textarena
-from textarena.envs.registration import ENV_REGISTRY
 
 NAMES = (
     "Alquerque", "Breakthrough", "Briscola", "Checkers", "Chopsticks", "ColonelBlotto", "ConnectFour", "Crusade",
@@ -20,6 +19,10 @@ NAMES = (
 NUM_PLAYERS = 2
 ROLE = "player_"
 
+# The dictionaries of games that are not played here import nltk: two seconds of CPU time and 60 MB in each process.
+sys.modules["textarena.envs.utils.word_lists"] = ModuleType("textarena.envs.utils.word_lists")
+_TEXTARENA: Any = importlib.import_module("textarena")
+_REGISTRY: Mapping[str, Any] = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
 # TextArena imports a game when one is made, which would be in each process of an instance.
 for _name in NAMES:
     importlib.import_module(f"textarena.envs.{_name}.env")
@@ -31,7 +34,7 @@ def role_of(player: int) -> str:
 
 def refuse_unknown(name: Any) -> None:
     """Raises ValueError: it is no game of TextArena, or one that was not tried here."""
-    known = [one for one in ENV_REGISTRY if one.partition("-v")[0] in NAMES and not one.endswith("-raw")]
+    known = [one for one in _REGISTRY if one.partition("-v")[0] in NAMES and not one.endswith("-raw")]
     if name not in known:
         near = get_close_matches(str(name), known, n=1)
         meant = f"Did you mean {near[0]}?" if near else f"There are {', '.join(NAMES)}, each followed by -v0."
@@ -57,7 +60,7 @@ class Game:
         self.error = ""
         """What TextArena raised at a text, which ends the game"""
         self._random = random.getstate()
-        self._env: Any = textarena.make(name)
+        self._env: Any = _TEXTARENA.make(name)
         self._with_own_randomness(lambda: self._env.reset(num_players=NUM_PLAYERS, seed=seed))
 
     @property
