@@ -56,7 +56,7 @@ class Game:
         self.heard = dict.fromkeys(range(NUM_PLAYERS), "")
         """All that TextArena has shown each player"""
         self.payoffs: dict[int, float] = {}
-        """Of each player; empty until the game is over"""
+        """What each player is paid; empty until the game is over"""
         self.error = ""
         """What TextArena raised at a text, which ends the game"""
         self._random = random.getstate()
@@ -70,7 +70,7 @@ class Game:
 
     @property
     def state(self) -> dict[str, Any]:
-        """TextArena's own"""
+        """The state that TextArena keeps"""
         state: dict[str, Any] = self._env.state.game_state
         return state
 
