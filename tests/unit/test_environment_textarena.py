@@ -43,7 +43,7 @@ def test_games_are_told_and_paid_as_textarena_alone_does_with_the_same_seed_and_
     games = ask("""
 found = {}
 for name in NAMES:
-    game = name + ("-v0-tiny" if name == "Breakthrough" else "-v0")
+    game = name + ("-v0-tiny" if name in ("Breakthrough", "Othello") else "-v0")
     environment, seen = started(game, seed=5)
     texts = go_on(environment, seen, random.Random(1), limit=30 if name in ("Checkers", "Alquerque") else 1000)
     alone = sys.modules["textarena"].make(game)
@@ -141,9 +141,13 @@ def against(kind, seat, games=12, game="Nim-v0"):
 def win(*texts):
     environment, seen = started("Nim-v0", measure=True)
     return [environment.step(Turn(index=0, text=text)).metrics["optimal_fraction"] for text in texts]
-print(json.dumps({"optimal": against("optimal", 1), "random": against("random", 1),
+lists = [said(game, move + " Available moves: [9 9]", opponents={"player_1": "random"})[-1].done
+         for game, move in (("Nim-v0", "[0 1]"), ("TicTacToe-v0", "[4]"))]
+print(json.dumps({"lists": lists, "optimal": against("optimal", 1), "random": against("random", 1),
                   "kuhn": against("first", 0, 40, "KuhnPoker-v0"), "shares": win("I say [0 2].", "[0 1]", "[0 9]")}))
 """)
+    # A list of moves that the policy writes does not leave the other one without a move.
+    assert found["lists"] == [False, False]
     assert set(found["optimal"][0]) == {-1}
     # 3, 4 and 5 are a win for who begins, so all moves of the other are as good as any.
     assert set(found["optimal"][1]) == {1}

@@ -43,10 +43,8 @@ def _alquerque() -> list[str]:
 
 def _allocations() -> list[str]:
     """All of three fields and 20 units, and some of the larger games' five and seven fields."""
-    chance, found = (
-        random.Random(0),
-        [f"[A{a} B{b} C{20 - a - b}]" for a, b in product(range(21), repeat=2) if a + b <= 20],
-    )
+    found = [f"[A{a} B{b} C{20 - a - b}]" for a, b in product(range(21), repeat=2) if a + b <= 20]
+    chance = random.Random(0)
     for names, units in (("ABCDE", 50), ("ABCDEFG", 75)):
         for _ in range(50):
             cuts = [0, *sorted(chance.randrange(units + 1) for _ in names[1:]), units]
@@ -70,15 +68,14 @@ CANDIDATES: Mapping[str, Sequence[str]] = {
     "IteratedTwoThirdsAverage": [f"[{number}]" for number in range(101)],
     "LiarsDice": ["[call]", *(f"[bid: {count}, {face}]" for count, face in product(range(1, 11), range(1, 7)))],
     "Nim": [f"[{pile} {count}]" for pile, count in product(range(5), range(1, 12))],
-    "Othello": [f"[{row}, {column}]" for row, column in product(range(8), repeat=2)],
+    "Othello": [f"[{row}, {column}]" for row, column in product(range(14), repeat=2)],
     "SimpleNegotiation": [
         "[accept]",
         "[deny]",
         *(f"[offer: 3 {given} -> 2 {wanted}]" for given, wanted in zip(GOODS, GOODS[1:] + GOODS[:1], strict=True)),
     ],
-    "UltimateTicTacToe": [f"[{board} {cell}]" for board, cell in product(range(9), repeat=2)],
 }
-"""Moves of games that do not list them, by the game's name without its version"""
+"""Moves of games that do not always list them after each turn, by the game's name without its version"""
 
 
 def candidates(game: str, heard: str) -> list[str]:
@@ -88,8 +85,10 @@ def candidates(game: str, heard: str) -> list[str]:
         game: TextArena's id, such as Nim-v0.
         heard: all that the player was told.
     """
+    if (known := CANDIDATES.get(game.partition("-v")[0])) is not None:
+        # Not what looks like a list, which the other player may have written.
+        return list(known)
     listed = BRACKETED.findall(lines[-1]) if (lines := LISTING.findall(heard)) else []
-    found = [
+    return [
         text.replace(AMOUNT, str(amount)) for text in listed for amount in (AMOUNTS if f" {AMOUNT}]" in text else (0,))
     ]
-    return found or list(CANDIDATES.get(game.partition("-v")[0], ()))
