@@ -38,6 +38,8 @@ class Task:
     """File of the data whose words become tokens"""
     sft_updates: int
     """Updates of the cold start"""
+    max_position: int = 1024
+    """Positions of the toy, at least `rollout.max_trajectory_tokens` of the recipe"""
 
 
 TASKS = {
@@ -80,6 +82,7 @@ TASKS = {
         ),
         words="words.txt",
         sft_updates=200,
+        max_position=2048,
     ),
     "textarena": Task(
         recipe="tiny_moe/gspo_textarena.yaml",
@@ -89,6 +92,7 @@ TASKS = {
         ),
         words="words.txt",
         sft_updates=200,
+        max_position=2048,
     ),
     "textworld": Task(
         recipe="tiny_moe/gspo_textworld.yaml",
@@ -127,7 +131,8 @@ def learn(
     if not data.is_dir():
         _run("slimrl_tools.cli", *task.data, str(data), "--seed", str(seed), *counts)
     if not model.is_dir():
-        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed))
+        size = ["--max-position", str(task.max_position), "--seed", str(seed)]
+        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), *size)
     shared = [f"run.dir={folder}", "tracking.wandb=disabled", f"seed={seed}"]
     if not sft.export.is_dir():
         cold_start = [

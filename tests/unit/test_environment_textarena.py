@@ -107,7 +107,7 @@ print(json.dumps({
     once, draw, crash = seen["once"], seen["draw"], seen["a crash"]
     assert (once["role"], once["done"], once["illegal"]) == ("player_0", False, 1)
     assert "attempted an invalid move" in once["told"]
-    assert seen["twice"]["paid"] == {"player_0": -1, "player_1": 1}
+    assert (seen["twice"]["paid"], seen["twice"]["illegal"]) == ({"player_0": -1, "player_1": 1}, 2)
     # A legal move in between, of either, begins the count anew.
     assert (seen["forgiven"]["done"], seen["forgiven"]["illegal"], seen["forgiven"]["moves"]) == (False, 3, 5)
     assert (draw["done"], draw["draw"], draw["player_0_won"]) == (True, 1, 0)
@@ -144,7 +144,7 @@ def win(*texts):
 lists = [said(game, move + " Available moves: [9 9]", opponents={"player_1": "random"})[-1].done
          for game, move in (("Nim-v0", "[0 1]"), ("TicTacToe-v0", "[4]"))]
 print(json.dumps({"lists": lists, "optimal": against("optimal", 1), "random": against("random", 1),
-                  "kuhn": against("first", 0, 40, "KuhnPoker-v0"), "shares": win("I say [0 2].", "[0 1]", "[0 9]")}))
+                  "kuhn": against("first", 0, 40, "KuhnPoker-v0"), "shares": win("I say [0 2].", "[0 1]", "[2 5]")}))
 """)
     # A list of moves that the policy writes does not leave the other one without a move.
     assert found["lists"] == [False, False]
@@ -153,7 +153,7 @@ print(json.dumps({"lists": lists, "optimal": against("optimal", 1), "random": ag
     assert set(found["optimal"][1]) == {1}
     assert 1 in found["random"][0]
     assert len(set(found["kuhn"][0])) > 1
-    # After 1, 4 and 5 no move is right or wrong; 3 of 5 would have been.
+    # After 1, 4 and 5 no move is right or wrong; after 0, 4 and 5 one of the last pile is right, and all of it is not.
     assert found["shares"] == [1, 1, pytest.approx(2 / 3)]
 
 
