@@ -58,7 +58,7 @@ class TextArena:
         self._prompt, self._chance = prompt, random.Random(seed)
         self.game = Game(str(name), deals)
         self._go_on()
-        return self._over() if self.game.is_over else self._asks()
+        return self._asks()
 
     def step(self, turn: Turn) -> Observation:
         was_lost = self._measures and nim_sum(self.game) == 0
@@ -98,7 +98,7 @@ class TextArena:
             *others, last = self._prompt.messages
             messages = [*others, {**last, "content": f"{last['content']}\n{told}"}]
         heard = self.game.heard[self.game.player]
-        state = f"{self.game.player} {hashlib.sha256(heard.encode()).hexdigest()[:16]}"
+        state = f"{self.game.player} {hashlib.sha256(heard.encode(errors="surrogatepass")).hexdigest()[:16]}"
         return Observation(
             messages=messages, role=role, state_id=state, truncated=truncated, metrics=dict(self._metrics)
         )
