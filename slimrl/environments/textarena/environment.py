@@ -98,7 +98,7 @@ class TextArena:
             *others, last = self._prompt.messages
             messages = [*others, {**last, "content": f"{last['content']}\n{told}"}]
         heard = self.game.heard[self.game.player]
-        state = f"{self.game.player} {hashlib.sha256(heard.encode(errors="surrogatepass")).hexdigest()[:16]}"
+        state = f"{self.game.player} {hashlib.sha256(heard.encode(errors='surrogatepass')).hexdigest()[:16]}"
         return Observation(
             messages=messages, role=role, state_id=state, truncated=truncated, metrics=dict(self._metrics)
         )
