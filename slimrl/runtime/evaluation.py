@@ -72,11 +72,12 @@ def _sample(loaded: LoadedRecipe, task: Task, items: Items, progress: Progress, 
     """Start engines and finish the items that are missing."""
     recipe = loaded.recipe
     folder = logs_of_command(recipe.run.dir, "eval", loaded)
-    with started(recipe, folder, progress, with_engines=True, ray_address=ray_address) as processes:
-        assert processes.engines is not None
-        with rollout_stage(loaded, task, processes.engines, progress) as stage:
-            for name, prompts in task.eval_sets.items():
-                stage.evaluate(name, prompts, label="eval", items=items)
+    with (
+        started(recipe, folder, progress, with_engines=True, ray_address=ray_address) as processes,
+        rollout_stage(loaded, task, processes, progress) as stage,
+    ):
+        for name, prompts in task.eval_sets.items():
+            stage.evaluate(name, prompts, label="eval", items=items)
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def player_of(role: str, prompt: Prompt, agent: AgentConfig) -> str:
 
 def refuse_unknown_players(prompts: Sequence[Prompt], agent: AgentConfig) -> list[str]:
     """`file:line: problem` of each prompt whose metadata names players that the recipe has not."""
-    known, problems = (POLICY, *agent.players), []
-    for prompt in prompts if agent.players else ():
+    known, problems = agent.player_names, []
+    for prompt in prompts if len(known) > 1 else ():
         named = prompt.metadata.get(PLAYERS, {})
         if not isinstance(named, dict):
             problems.append(f"{prompt.source}: metadata.{PLAYERS} is {named!r}, not an object of players by role")
