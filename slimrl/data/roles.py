@@ -35,13 +35,10 @@ def by_role(trajectories: Sequence[Trajectory], *, own_groups: bool = True) -> l
 
 def outcome(trajectory: Trajectory, own: Collection[str], others: Collection[str]) -> float | None:
     """What some roles made of a game against others, by what the environment paid: 1 if it paid them more on average,
-    0.5 if as much, 0 if less. A truncated game in which nobody was paid is a draw; None if it failed or was aborted, or
-    if it was completed and nobody was paid."""
+    0.5 if as much, or if nobody was paid, and 0 if less; None if the trajectory failed or was aborted."""
     if trajectory.status in (Status.failed, Status.aborted):
         return None
     paid = trajectory.metadata["environment"].get("role_rewards", {})
-    if not paid and trajectory.status is Status.completed:
-        return None
     won, lost = (fmean(paid.get(role, 0.0) for role in roles) for roles in (own, others))
     return 0.5 if won == lost else float(won > lost)
 

@@ -200,6 +200,28 @@ class RolloutStage:
             refuse_failures(self._recipe.rollout, f"evaluation {name}", trajectories, len(planned))
         return items.of(keys)
 
+    def play(self, name: str, planned: Mapping[str, Prompt]) -> list[Trajectory]:
+        """A trajectory of each prompt under the evaluation sampling settings, in the order in which they end.
+
+        Args:
+            name: of what is played, for the progress and for errors.
+            planned: prompts by the ids of their trajectories.
+
+        Raises:
+            TooManyFailed: as `rollout`.
+        """
+        self.flush_if_deterministic()
+        trajectories: list[Trajectory] = []
+        with self._progress.phase(name, len(planned), "trajectories") as phase:
+
+            async def keep(trajectory: Trajectory) -> None:
+                trajectories.append(trajectory)
+                phase.advance()
+
+            self.run_watched(self._run_episodes(planned, self._recipe.rollout.eval_sampling, None, keep), self.check)
+        refuse_failures(self._recipe.rollout, name, trajectories, len(planned))
+        return trajectories
+
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine on the episodes' event loop."""
         return self._loop.run(coroutine)
