@@ -41,6 +41,9 @@ def evaluate(
     recipe: Recipe,
     overrides: Overrides = None,
     checkpoint: Annotated[Path, typer.Option(help="Hugging Face checkpoint folder, such as RUN/export/hf.")] = ...,  # type: ignore[assignment]
+    past: Annotated[
+        Path | None, typer.Option(help="Hugging Face checkpoint folder that plays the roles of the player `past`.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for every trajectory and the results; an interrupted evaluation goes on there."),
@@ -53,7 +56,13 @@ def evaluate(
         from slimrl.runtime import evaluation
 
     evaluation.evaluate(
-        recipe, overrides or [], checkpoint=checkpoint, out=out, json_file=json_file, ray_address=ray_address
+        recipe,
+        overrides or [],
+        checkpoint=checkpoint,
+        past=past,
+        out=out,
+        json_file=json_file,
+        ray_address=ray_address,
     )
 
 

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from slimrl.agent.roles.player import plays_past
 from slimrl.algorithms.selection import Selection
 from slimrl.base.errors import StepDropped
 from slimrl.checkpoints.digests import FileDigest
@@ -196,7 +197,7 @@ class TrainRun(Run):
             self._write(step)
             return
         with step.timed("eval"), self._rollouts_held():
-            if self._past is not None:
+            if self._past is not None and plays_past(chain(*self.task.eval_sets.values()), self.recipe.agent):
                 self._past.load_first()
             for name, prompts in self.task.eval_sets.items():
                 items = self.stage.evaluate(name, prompts, label=label, check=self._serve_again)
