@@ -27,7 +27,7 @@ class PairResult:
     """Games of two players."""
 
     wins: int = 0
-    """Of the first"""
+    """Games that the first won"""
     draws: int = 0
     losses: int = 0
 

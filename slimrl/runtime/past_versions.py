@@ -51,7 +51,7 @@ def chosen(results: Mapping[str, Sequence[float]], choice: VersionChoice, seed: 
 
 
 def kept(steps: Sequence[int], keep: int) -> list[int]:
-    """Of versions in ascending order the first, and the newest others, `keep` at most."""
+    """The first of versions in ascending order, and the newest others, `keep` at most."""
     return [*steps[:1], *steps[1:][-(keep - 1) :]]
 
 
