@@ -90,22 +90,31 @@ def maximum_likelihood(points_DPP: np.ndarray, anchor: int) -> np.ndarray:
         points_DPP: points of each player against each other one.
         anchor: player whose rating is 0.
     """
-    games_DPP = points_DPP + points_DPP.transpose(0, 2, 1)
     num_sets, num_players, _ = points_DPP.shape
     theta_DP = np.zeros((num_sets, num_players))
-    others = [player for player in range(num_players) if player != anchor]
+    left = np.arange(num_sets)
     for _ in range(_SWEEPS):
-        before_DP = theta_DP.copy()
-        for player in others:
-            wins_DP = 1 / (1 + np.exp(np.clip(theta_DP - theta_DP[:, player, None], -50, 50)))
-            slope_D = (points_DPP[:, player] - games_DPP[:, player] * wins_DP).sum(axis=1)
-            curve_D = (games_DPP[:, player] * wins_DP * (1 - wins_DP)).sum(axis=1)
-            # Within 1 of the maximum Newton's steps converge; from farther away they would overshoot.
-            step_D = np.clip(slope_D / np.maximum(curve_D, 1e-12), -1, 1)
-            theta_DP[:, player] = np.clip(theta_DP[:, player] + step_D, -BOUND / ELO, BOUND / ELO)
-        if np.abs(theta_DP - before_DP).max() < _CLOSE:
+        before_DP = theta_DP[left]
+        theta_DP[left] = _swept(before_DP.copy(), points_DPP[left], anchor)
+        left = left[np.abs(theta_DP[left] - before_DP).max(axis=1) >= _CLOSE]
+        if not len(left):
             break
     return theta_DP * ELO
+
+
+def _swept(theta_DP: np.ndarray, points_DPP: np.ndarray, anchor: int) -> np.ndarray:
+    """The log-odds after a step of each player, in the same array."""
+    games_DPP = points_DPP + points_DPP.transpose(0, 2, 1)
+    for player in range(theta_DP.shape[1]):
+        if player == anchor:
+            continue
+        wins_DP = 1 / (1 + np.exp(theta_DP - theta_DP[:, player, None]))
+        slope_D = (points_DPP[:, player] - games_DPP[:, player] * wins_DP).sum(axis=1)
+        curve_D = (games_DPP[:, player] * wins_DP * (1 - wins_DP)).sum(axis=1)
+        # Within 1 of the maximum Newton's steps converge; from farther away they would overshoot.
+        step_D = np.clip(slope_D / np.maximum(curve_D, 1e-12), -1, 1)
+        theta_DP[:, player] = np.clip(theta_DP[:, player] + step_D, -BOUND / ELO, BOUND / ELO)
+    return theta_DP
 
 
 def _refuse_apart(names: Sequence[str], pairs: Mapping[tuple[str, str], PairResult]) -> None:
