@@ -116,9 +116,11 @@ def learn(
     task = TASKS[name]
     data, model, sft = folder / "data", folder / "model", RunFolder(folder / "sft")
     if not data.is_dir():
-        _run("slimrl_tools.cli", *task.data, str(data), "--seed", str(seed), *counts)
+        run_module("slimrl_tools.cli", *task.data, str(data), "--seed", str(seed), *counts)
     if not model.is_dir():
-        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed))
+        run_module(
+            "slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed)
+        )
     shared = [f"run.dir={folder}", "tracking.wandb=disabled", f"seed={seed}"]
     if not sft.export.is_dir():
         cold_start = [
@@ -126,7 +128,7 @@ def learn(
             "trainer.num_ranks=1", "trainer.parallel.expert=1", "trainer.max_tokens_per_rank=4096",
             f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
         ]  # fmt: skip
-        _run("slimrl.cli", "sft", str(SFT), *shared, *cold_start, "--resume-or-start")
+        run_module("slimrl.cli", "sft", str(SFT), *shared, *cold_start, "--resume-or-start")
     gspo = RunFolder(folder / "gspo")
     if not gspo.export.is_dir():
         files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
@@ -135,11 +137,11 @@ def learn(
         checkpoints = ["checkpoint.every_steps=4", "checkpoint.keep=1"]
         recipe = str(RECIPES / task.recipe)
         arguments = [*shared, "run.name=gspo", *files, *checkpoints, f"model.path={sft.export}", *settings]
-        _run("slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
+        run_module("slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
     return gspo
 
 
-def _run(module: str, *arguments: str) -> None:
+def run_module(module: str, *arguments: str) -> None:
     """Raises CalledProcessError or TimeoutExpired."""
     subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=COMMAND_TIMEOUT_S)
 

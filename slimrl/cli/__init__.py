@@ -49,6 +49,7 @@ COMMANDS: tuple[tuple[typer.Typer, str, Callable[..., None]], ...] = (
     (eval_app, evaluation.DEFAULT_COMMAND, evaluation.evaluate),
     (eval_app, "compare", evaluation.compare),
     (eval_app, "tournament", evaluation.tournament),
+    (eval_app, "plot", evaluation.plot),
     (app, "rollout", runs.rollout),
     (app, "export", runs.export),
     (app, "report", runs.report),

@@ -1,4 +1,4 @@
-"""`slimrl eval`, `slimrl eval compare` and `slimrl eval tournament`."""
+"""`slimrl eval`, `slimrl eval compare`, `slimrl eval plot` and `slimrl eval tournament`."""
 
 import json
 from dataclasses import asdict
@@ -121,3 +121,18 @@ def tournament(
         json_file=json_file,
         ray_address=ray_address,
     )
+
+
+def plot(
+    folders: Annotated[list[Path], typer.Argument(metavar="EVAL...", help="Folders of evaluations, their --out.")],
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("evaluations.png"),
+    title: Annotated[str, typer.Option(help="Title of the figure.")] = "",
+) -> None:
+    """Draw the mean of each evaluation against the tokens that it sampled."""
+    from slimrl.base.output_file import check_output_file
+    from slimrl.evaluation.folder import EvalFolder
+    from slimrl.evaluation.plot import write_plot
+
+    check_output_file("--out", out)
+    write_plot([EvalFolder(one) for one in folders], out, title)
+    typer.echo(f"plot: {out}")

@@ -15,6 +15,7 @@ from slimrl.checkpoints.digests import file_digests
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.agent import PAST
 from slimrl.config.show import resolved_dict
+from slimrl.data.engine import EVALUATION
 from slimrl.evaluation.folder import EvalFolder
 from slimrl.evaluation.item import item_keys
 from slimrl.evaluation.items import Items
@@ -99,7 +100,7 @@ def _sample(
         if past is not None and processes.past is not None:
             processes.past.load_checkpoint(past, 0)
         for name, prompts in task.eval_sets.items():
-            stage.evaluate(name, prompts, label="eval", items=items)
+            stage.evaluate(name, prompts, label=EVALUATION, items=items)
 
 
 @contextmanager
