@@ -164,7 +164,7 @@ class OldEngine(ScriptedEngine):
     async def generate(self, request):
         self.requests.append(request)
         result = await super().generate(request)
-        return replace(result, weight_versions=np.full(len(result.tokens), 30, np.int32))
+        return replace(result, weight_versions=np.full(len(result.tokens), 30, np.int32), num_retries=1)
 
     def close(self, session_id):
         self.closed.append(session_id)
@@ -185,6 +185,8 @@ def test_an_older_version_plays_a_role_reads_what_the_policy_would_read_and_is_n
         assert request.input_ids == of_right.tokens[:begin].tolist()
     assert len({request.seed for request in past.requests}) == 2
     assert past.closed == ["t"]
+    # Counts are those of the policy.
+    assert trajectory.metadata["num_retries"] == 0
     (segment,) = trajectory.segments
     assert (segment.role, segment.tokens.tolist()) == ("left", itself.segments[0].tokens.tolist())
     assert trajectory.metadata["roles"]["right"] == {

@@ -11,6 +11,7 @@ from engine_probes import KEY
 from fleet import Fleet
 from slow_talk import end_turns
 from test_run_resume import deterministic, exported, kill_after_checkpoint
+from venvs import environment_python
 
 from slimrl.agent.roles.past_conversation import PastConversation
 from slimrl.agent.sandbox.pool import SandboxPool
@@ -125,3 +126,45 @@ def test_what_an_older_version_says_is_what_an_engine_with_its_folder_says(
         control.load_checkpoint(str(version_folder(whole.past_versions, 0)))
         assert asyncio.run(first_turns(SglangEngine(fleet.url, key=KEY))) != in_run
         control.close()
+
+
+def test_a_tournament_plays_the_versions_of_a_run_against_each_other(whole: RunFolder):
+    sampling = "rollout.eval_sampling.temperature=1"
+    succeed("eval", "tournament", str(whole.path), "--games", "8", sampling, timeout_s=RUN_S)
+    report = json.loads((whole.path / "tournament.json").read_text())
+    assert report["anchor"] == "step_000000"
+    assert {player["name"] for player in report["players"]} == set(folders(whole))
+    assert len(report["pairs"]) == 10
+    assert all(pair["wins"] + pair["draws"] + pair["losses"] == 8 for pair in report["pairs"])
+    assert any(pair["wins"] or pair["losses"] for pair in report["pairs"])
+
+
+def test_a_seat_of_kuhn_poker_is_an_older_version_s(workspace: Workspace):
+    environment_python("open_spiel")  # skips where it is not installed
+    data = workspace.path / "kuhn.jsonl"
+    lines = [
+        {
+            "id": f"kuhn:{number}", "prompt": "Play the game.", "label": None,
+            "metadata": {
+                "game": "kuhn_poker", "seed": f"kuhn:{number}", "players": {f"player_{number % 2}": "past"},
+            },
+        }
+        for number in range(8)
+    ]  # fmt: skip
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = workspace.overrides(
+        "run.name=kuhn", "steps=2", "reward.function=slimrl.rewards.environment:role_returns",
+        f"data.train={data}", f"data.eval.heldout={data}", "agent.past_versions.every_steps=1",
+        "agent.environment_args={illegal_moves: 1}", "eval.at_end=true",
+    )  # fmt: skip
+    succeed("train", str(RECIPES / "gspo_kuhn_poker.yaml"), *arguments, timeout_s=RUN_S)
+    folder = workspace.run_folder("kuhn")
+    steps = read_metrics(folder.metrics)[1:]
+    assert [line["past/versions"] for line in steps] == [1, 2]
+    assert all(line["rollout/failed_fraction"] == 0 for line in steps)
+    for line in steps:
+        for row in rows_of(folder, line["step"]):
+            seat = row["metadata"]["roles"]
+            [past] = [role for role in ("player_0", "player_1") if role not in row["role_rewards"]]
+            if past in seat:
+                assert (seat[past]["player"], seat[past]["version"]) == ("past", line["past/version"])
