@@ -162,9 +162,14 @@ def test_a_seat_of_kuhn_poker_is_an_older_version_s(workspace: Workspace):
     steps = read_metrics(folder.metrics)[1:]
     assert [line["past/versions"] for line in steps] == [1, 2]
     assert all(line["rollout/failed_fraction"] == 0 for line in steps)
+    asked = 0
     for line in steps:
         for row in rows_of(folder, line["step"]):
-            seat = row["metadata"]["roles"]
-            [past] = [role for role in ("player_0", "player_1") if role not in row["role_rewards"]]
-            if past in seat:
-                assert (seat[past]["player"], seat[past]["version"]) == ("past", line["past/version"])
+            older, own = (f"player_{(int(row['group_id'].partition(':')[2]) + place) % 2}" for place in range(2))
+            roles = row["metadata"]["roles"]
+            assert older not in row.get("role_rewards", {})
+            assert roles.get(own, {"player": "policy"})["player"] == "policy"
+            if older in roles:
+                asked += 1
+                assert (roles[older]["player"], roles[older]["version"]) == ("past", line["past/version"])
+    assert asked
