@@ -38,6 +38,8 @@ class Task:
     """File of the data whose words become tokens"""
     sft_updates: int
     """Updates of the cold start"""
+    max_position: int = 1024
+    """Positions of the toy, at least `rollout.max_trajectory_tokens` of the recipe"""
 
 
 TASKS = {
@@ -80,6 +82,17 @@ TASKS = {
         ),
         words="words.txt",
         sft_updates=200,
+        max_position=2048,
+    ),
+    "textarena": Task(
+        recipe="tiny_moe/gspo_textarena.yaml",
+        data=(
+            "environment", "data", "textarena", "--num", "600", "--set", "games=Nim-v0",
+            "--set", "demonstrations=2000",
+        ),
+        words="words.txt",
+        sft_updates=200,
+        max_position=2048,
     ),
     "textworld": Task(
         recipe="tiny_moe/gspo_textworld.yaml",
@@ -118,13 +131,12 @@ def learn(
     if not data.is_dir():
         run_module("slimrl_tools.cli", *task.data, str(data), "--seed", str(seed), *counts)
     if not model.is_dir():
-        run_module(
-            "slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed)
-        )
+        size = ["--max-position", str(task.max_position), "--seed", str(seed)]
+        run_module("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), *size)
     shared = [f"run.dir={folder}", "tracking.wandb=disabled", f"seed={seed}"]
     if not sft.export.is_dir():
         cold_start = [
-            f"steps={sft_updates}", "sft.max_tokens=512", "checkpoint.every_steps=50", "checkpoint.keep=1",
+            f"steps={sft_updates}", "sft.max_tokens=1024", "checkpoint.every_steps=50", "checkpoint.keep=1",
             "trainer.num_ranks=1", "trainer.parallel.expert=1", "trainer.max_tokens_per_rank=4096",
             f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
         ]  # fmt: skip
