@@ -6,12 +6,13 @@ of the same role of the same prompt, so that baselines, ratios of sequences and 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 
-from slimrl.data.trajectory import Segment, Trajectory
+from slimrl.data.trajectory import Segment, Status, Trajectory
 
 ROLE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 """Names of roles, which are a part of groups' ids and of metrics' names"""
@@ -30,6 +31,16 @@ def by_role(trajectories: Sequence[Trajectory], *, own_groups: bool = True) -> l
         own_groups: whether each role has groups of its own; otherwise the roles of a prompt share one.
     """
     return [part for trajectory in trajectories for part in _parts(trajectory, own_groups)]
+
+
+def outcome(trajectory: Trajectory, own: Collection[str], others: Collection[str]) -> float | None:
+    """What some roles made of a game against others, by what the environment paid: 1 if it paid them more on average,
+    0.5 if as much, or if nobody was paid, and 0 if less; None if the trajectory failed or was aborted."""
+    if trajectory.status in (Status.failed, Status.aborted):
+        return None
+    paid = trajectory.metadata["environment"].get("role_rewards", {})
+    won, lost = (fmean(paid.get(role, 0.0) for role in roles) for roles in (own, others))
+    return 0.5 if won == lost else float(won > lost)
 
 
 def _parts(trajectory: Trajectory, own_groups: bool) -> list[Trajectory]:

@@ -56,6 +56,8 @@ class RunFolder:
         """Spans of the steps that `--profile` names, and their trace."""
         self.wandb = self.path / "wandb"
         self.checkpoints = self.path / "checkpoints"
+        self.past_versions = self.path / "past_versions"
+        """Older versions of the policy that play against it, a Hugging Face checkpoint each."""
         self.export = self.path / "export" / "hf"
         """The trained model as a Hugging Face checkpoint."""
         self.requeue = self.path / "requeue"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from slimrl.agent.conversation import Conversation
 from slimrl.agent.environment import Message, Observation, Turn
+from slimrl.agent.roles.past_conversation import PastConversation
 from slimrl.agent.roles.player_conversation import PlayerConversation
 from slimrl.data.trajectory import Segment, Status
 
@@ -39,7 +40,8 @@ class Conversations:
 
     @property
     def of_policy(self) -> list[Conversation]:
-        return [one for one in self.by_role.values() if isinstance(one, Conversation)]
+        others = (PlayerConversation, PastConversation)
+        return [one for one in self.by_role.values() if not isinstance(one, others)]
 
     @property
     def segments(self) -> list[Segment]:
