@@ -23,7 +23,8 @@ from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.run_folder import RunFolder
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+BENCHMARKS = Path(__file__).parent
+RECIPES = BENCHMARKS.parent / "recipes"
 SFT = RECIPES / "tiny_moe" / "sft.yaml"
 
 
@@ -31,9 +32,14 @@ SFT = RECIPES / "tiny_moe" / "sft.yaml"
 class Task:
     recipe: str
     """File of GSPO's recipe, in recipes/"""
-    data: tuple[str, ...]
-    """Words of the `slimrl-tools` command that writes the data, without the folder"""
+    program: tuple[str, ...] = ("-m", "slimrl_tools.cli")
+    """What Python runs to write the data"""
+    data: tuple[str, ...] = ()
+    """Its words, without the folder"""
+    heldout: int = 256
     heldout_option: str = "--heldout"
+    conversations_option: str = ""
+    """Empty where the words above say how many demonstrations there are"""
     words: str = "sft.jsonl"
     """File of the data whose words become tokens"""
     sft_updates: int
@@ -42,10 +48,16 @@ class Task:
 
 TASKS = {
     "python": Task(
-        recipe="tiny_moe/gspo_python.yaml", data=("python-data",), heldout_option="--num-heldout", sft_updates=600
+        recipe="tiny_moe/gspo_python.yaml", data=("python-data",), heldout_option="--num-heldout",
+        conversations_option="--num-conversations", sft_updates=600,
     ),
     "search": Task(
-        recipe="tiny_moe/gspo_search.yaml", data=("search-data",), heldout_option="--num-heldout", sft_updates=1600
+        recipe="tiny_moe/gspo_search.yaml", data=("search-data",), heldout_option="--num-heldout",
+        conversations_option="--num-conversations", sft_updates=1600,
+    ),
+    "synthesis": Task(
+        recipe="tiny_moe/gspo_synthesis.yaml", program=(str(BENCHMARKS / "synthesis_data.py"),), heldout=48,
+        conversations_option="--conversations", sft_updates=1600,
     ),
     "bfcl": Task(
         recipe="tiny_moe/gspo_bfcl.yaml",
@@ -116,9 +128,10 @@ def learn(
     task = TASKS[name]
     data, model, sft = folder / "data", folder / "model", RunFolder(folder / "sft")
     if not data.is_dir():
-        _run("slimrl_tools.cli", *task.data, str(data), "--seed", str(seed), *counts)
+        _run(*task.program, *task.data, str(data), "--seed", str(seed), *counts)
     if not model.is_dir():
-        _run("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed))
+        toy = ["toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed)]
+        _run("-m", "slimrl_tools.cli", *toy)
     shared = [f"run.dir={folder}", "tracking.wandb=disabled", f"seed={seed}"]
     if not sft.export.is_dir():
         cold_start = [
@@ -126,22 +139,22 @@ def learn(
             "trainer.num_ranks=1", "trainer.parallel.expert=1", "trainer.max_tokens_per_rank=4096",
             f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
         ]  # fmt: skip
-        _run("slimrl.cli", "sft", str(SFT), *shared, *cold_start, "--resume-or-start")
+        _run("-m", "slimrl.cli", "sft", str(SFT), *shared, *cold_start, "--resume-or-start")
     gspo = RunFolder(folder / "gspo")
     if not gspo.export.is_dir():
         files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
-        if name == "search":
+        if (data / "corpus.jsonl").is_file():
             files.append(f"agent.tool_args.corpus={data / 'corpus.jsonl'}")
         checkpoints = ["checkpoint.every_steps=4", "checkpoint.keep=1"]
         recipe = str(RECIPES / task.recipe)
         arguments = [*shared, "run.name=gspo", *files, *checkpoints, f"model.path={sft.export}", *settings]
-        _run("slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
+        _run("-m", "slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
     return gspo
 
 
-def _run(module: str, *arguments: str) -> None:
+def _run(*words: str) -> None:
     """Raises CalledProcessError or TimeoutExpired."""
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=COMMAND_TIMEOUT_S)
+    subprocess.run([sys.executable, *words], check=True, timeout=COMMAND_TIMEOUT_S)
 
 
 def main() -> None:
@@ -152,15 +165,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="the curve")
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
     parser.add_argument("--sft-updates", type=int, help="of the cold start")
-    parser.add_argument("--problems", type=int, default=256, help="held-out questions")
-    parser.add_argument("--conversations", type=int, help="demonstrations of python and search")
+    parser.add_argument("--problems", type=int, help="held-out questions")
+    parser.add_argument("--conversations", type=int, help="demonstrations of python, search and synthesis")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path("runs/agent_tasks") / f"{options.task}_{options.seed}"
     task = TASKS[options.task]
-    counts = [task.heldout_option, str(options.problems)]
-    if options.conversations is not None and task.data[0] != "environment":
-        counts += ["--num-conversations", str(options.conversations)]
+    counts = [task.heldout_option, str(options.problems or task.heldout)]
+    if options.conversations is not None and task.conversations_option:
+        counts += [task.conversations_option, str(options.conversations)]
     run = learn(options.task, folder, options.seed, options.sft_updates or task.sft_updates, counts, options.settings)
     metrics = read_metrics(run.metrics)
     curve = [(step["step"], step[HELDOUT]) for step in metrics if HELDOUT in step]
