@@ -59,6 +59,10 @@ TASKS = {
         recipe="tiny_moe/gspo_synthesis.yaml", program=(str(BENCHMARKS / "synthesis_data.py"),), heldout=48,
         conversations_option="--conversations", sft_updates=1600,
     ),
+    "proposer": Task(
+        recipe="tiny_moe/gspo_proposer.yaml", data=("proposer-data",), heldout=96, heldout_option="--num-heldout",
+        conversations_option="--num-conversations", sft_updates=800,
+    ),
     "bfcl": Task(
         recipe="tiny_moe/gspo_bfcl.yaml",
         data=(
@@ -143,6 +147,7 @@ def learn(
     gspo = RunFolder(folder / "gspo")
     if not gspo.export.is_dir():
         files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
+        files += [f"data.more.{file.stem}={file}" for file in sorted(data.glob("level_*.jsonl"))]
         if (data / "corpus.jsonl").is_file():
             files.append(f"agent.tool_args.corpus={data / 'corpus.jsonl'}")
         checkpoints = ["checkpoint.every_steps=4", "checkpoint.keep=1"]
@@ -166,7 +171,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
     parser.add_argument("--sft-updates", type=int, help="of the cold start")
     parser.add_argument("--problems", type=int, help="held-out questions")
-    parser.add_argument("--conversations", type=int, help="demonstrations of python, search and synthesis")
+    parser.add_argument("--conversations", type=int, help="demonstrations of python, search, synthesis and proposer")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path("runs/agent_tasks") / f"{options.task}_{options.seed}"

@@ -254,6 +254,8 @@ class EpisodeRunner:
                     "train": not name and (settings is None or settings.train),
                     "num_prompt_messages": conversation.num_prompt_messages,
                 }
+                if conversations.groups[role]:
+                    found[role]["group"] = conversations.groups[role]
         return found
 
     def _of_subagent(self, delegation: Delegation, turns: int, tokens: int) -> "EpisodeRunner":

@@ -22,6 +22,7 @@ class Conversations:
         self.by_role = {first.role: begin(first)}
         self.role = first.role
         """Whose turn is next"""
+        self.groups = {first.role: first.group}
         self._last_turns: dict[str, Turn] = {}
 
     @property
@@ -69,6 +70,7 @@ class Conversations:
         self.role = observation.role
         if self.role not in self._last_turns:
             self.by_role[self.role] = self._begin(observation)
+            self.groups[self.role] = observation.group
             self._count_others()
             return self.current.has_room
         self._count_others()
