@@ -96,12 +96,18 @@ def test_numbers_of_calls_have_equal_parts_and_nothing_that_is_asked_stands_in_t
         assert numbers & {call["result"] for call in prompt.metadata["plan"]} == set()
 
 
-def test_no_task_to_train_on_makes_the_last_call_of_a_held_out_one(folder):
+def test_no_task_to_train_on_makes_the_last_call_of_a_held_out_one(tmp_path):
+    few = {"integer": [2, 12], "of": "number"}
+    steps = write(tmp_path / "steps.jsonl", {**operation("sum", "+"), "slots": {"a": few, "b": few}})
+    made = forward(CALCULATOR, tmp_path / "out", "--steps", steps, "--num", 60, "--heldout", 40, "--depth", 2)
+    assert made.exit_code == 0, made.output
+    assert json.loads((tmp_path / "out/provenance.json").read_text())["left_out"]["held out"] > 0
+
     def calls(prompt):
         return [json.dumps([one["tool"], one["arguments"]]) for one in prompt.metadata["plan"]]
 
-    last = {calls(prompt)[-1] for prompt in tasks(folder, "heldout")}
-    assert last & {call for prompt in tasks(folder, "train") for call in calls(prompt)} == set()
+    last = {calls(prompt)[-1] for prompt in tasks(tmp_path, "heldout")}
+    assert last & {call for prompt in tasks(tmp_path, "train") for call in calls(prompt)} == set()
 
 
 def test_the_same_seed_gives_the_same_files_from_a_recipe_and_from_its_tools(folder):

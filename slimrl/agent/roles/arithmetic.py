@@ -7,7 +7,7 @@ from slimrl.agent.tools import ToolError
 
 MAX_CHARACTERS = 100
 MAX_DIGITS = 6
-"""Of a number in an expression"""
+"""Longest number in an expression"""
 _SIGNS = re.compile(r"[\d+\-*/() ]+", re.ASCII)
 _OTHER = re.compile(rf"\*\*|//|\d{{{MAX_DIGITS + 1}}}", re.ASCII)
 """Powers, whole quotients and numbers that are too long"""

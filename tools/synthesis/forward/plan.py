@@ -68,15 +68,6 @@ class Plan:
         """Equal for plans that make the same calls."""
         return json.dumps([[step.tool, step.arguments, step.result] for step in self.steps], sort_keys=True)
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the last step rests on all others."""
-        used = {len(self.steps) - 1}
-        for place in reversed(range(len(self.steps))):
-            if place in used:
-                used |= self.steps[place].references
-        return len(used) == len(self.steps)
-
 
 def filled(text: str, results: Sequence[str]) -> str:
     """A text with results in the places of references."""

@@ -90,8 +90,6 @@ class Tasks:
         """A task, or why it is none."""
         if {plan.key, plan.question} & self._known:
             return "repeated"
-        if not plan.is_connected:
-            return "superfluous step"
         try:
             calls = self._executor.calls(plan)
         except PlanFailed as failure:
