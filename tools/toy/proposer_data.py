@@ -1,11 +1,13 @@
 """The proposer task: what is to be made up, fixed problems that evaluate solvers, and conversations for the cold start.
 
-There are three levels: two numbers below ten, three of them, two numbers below a hundred. The demonstrations are of
-mixed quality: proposers now and then write what is no expression or leave out a number that was asked for, solvers are
-often wrong by a little.
+There are three levels: two numbers below six, two below ten, three below six, added and subtracted. The demonstrations
+are of mixed quality: proposers now and then write what is no expression or leave out a number that was asked for,
+solvers are often wrong by a little. A fifth of all expressions, chosen by their checksum, is solved in no
+demonstration; the fixed problems are of these. A proposer may come upon them.
 """
 
 import random
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,10 @@ from slimrl.agent.roles.arithmetic import answer_of
 from slimrl.agent.roles.proposer_solver import PROPOSER_TASK, SOLVER_TASK
 from slimrl.base.atomic import atomic_folder
 
-SIGNS = "+-*"
-WRONG_PROPOSALS, WRONG_SOLUTIONS = 0.25, 0.5
+SIGNS = "+-"
+HELDOUT_PARTS = 5
+"""One of so many parts of the expressions is held out"""
+WRONG_PROPOSALS, WRONG_SOLUTIONS = 0.25, 0.4
 """Shares of the demonstrations of each role"""
 
 
@@ -31,7 +35,7 @@ class Level:
         return [str(rng.randrange(1, self.below)) for _ in range(self.num_numbers)]
 
 
-LEVELS = (Level(num_numbers=2, below=10), Level(num_numbers=3, below=10), Level(num_numbers=2, below=100))
+LEVELS = (Level(num_numbers=2, below=6), Level(num_numbers=2, below=10), Level(num_numbers=3, below=6))
 
 
 def write_proposer_data(out: Path, *, seed: int, num_train: int, num_heldout: int, num_conversations: int) -> None:
@@ -49,10 +53,10 @@ def write_proposer_data(out: Path, *, seed: int, num_train: int, num_heldout: in
         for number, level in enumerate(LEVELS):
             name = f"level_{number}" if number else "train"
             write_lines(partial / f"{name}.jsonl", (_prompt(level.numbers(rng)) for _ in range(num_train)))
-        heldout = [_expression(LEVELS[place % len(LEVELS)].numbers(rng), rng) for place in range(num_heldout)]
+        heldout = [_problem(LEVELS[place % len(LEVELS)], rng, heldout=True) for place in range(num_heldout)]
         lines = ({"prompt": one, "label": answer_of(one), "metadata": {"task": one}} for one in heldout)
         write_lines(partial / "heldout.jsonl", lines)
-        write_lines(partial / "sft.jsonl", _conversations(set(heldout), num_conversations, rng))
+        write_lines(partial / "sft.jsonl", _conversations(num_conversations, rng))
 
 
 def _prompt(numbers: list[str]) -> dict[str, Any]:
@@ -72,15 +76,23 @@ def _expression(numbers: list[str], rng: random.Random) -> str:
     return text
 
 
-def _conversations(heldout: set[str], count: int, rng: random.Random) -> Iterator[dict[str, Any]]:
+def _problem(level: Level, rng: random.Random, *, heldout: bool) -> str:
+    """An expression of a level that is held out, or is not."""
+    while True:
+        expression = _expression(level.numbers(rng), rng)
+        if (zlib.crc32(expression.encode()) % HELDOUT_PARTS == 0) == heldout:
+            return expression
+
+
+def _conversations(count: int, rng: random.Random) -> Iterator[dict[str, Any]]:
     for number in range(count):
-        numbers = rng.choice(LEVELS).numbers(rng)
-        expression = _expression(rng.sample(numbers, len(numbers)), rng)
+        level = rng.choice(LEVELS)
         if number % 3 == 0:
+            numbers = level.numbers(rng)
+            expression = _expression(rng.sample(numbers, len(numbers)), rng)
             yield _told(f"{_asked(numbers)}\n\n{PROPOSER_TASK}", f"<task>{_proposal(expression, rng)}</task>")
             continue
-        while expression in heldout:
-            expression = _expression(rng.choice(LEVELS).numbers(rng), rng)
+        expression = _problem(level, rng, heldout=False)
         yield _told(f"{expression}\n\n{SOLVER_TASK}", f"The answer is \\boxed{{{_solution(expression, rng)}}}.")
 
 
@@ -97,4 +109,4 @@ def _proposal(expression: str, rng: random.Random) -> str:
 
 def _solution(expression: str, rng: random.Random) -> str:
     right = int(answer_of(expression) or "")
-    return str(right + rng.choice([-10, -2, -1, 1, 2, 10]) if rng.random() < WRONG_SOLUTIONS else right)
+    return str(right + rng.choice([-2, -1, 1, 2]) if rng.random() < WRONG_SOLUTIONS else right)
