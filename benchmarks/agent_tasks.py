@@ -44,6 +44,8 @@ class Task:
     """File of the data whose words become tokens"""
     sft_updates: int
     """Updates of the cold start"""
+    max_position: int = 1024
+    """Positions of the toy, at least `rollout.max_trajectory_tokens` of the recipe"""
 
 
 TASKS = {
@@ -96,6 +98,17 @@ TASKS = {
         ),
         words="words.txt",
         sft_updates=200,
+        max_position=2048,
+    ),
+    "textarena": Task(
+        recipe="tiny_moe/gspo_textarena.yaml",
+        data=(
+            "environment", "data", "textarena", "--num", "600", "--set", "games=Nim-v0",
+            "--set", "demonstrations=2000",
+        ),
+        words="words.txt",
+        sft_updates=200,
+        max_position=2048,
     ),
     "textworld": Task(
         recipe="tiny_moe/gspo_textworld.yaml",
@@ -134,16 +147,16 @@ def learn(
     if not data.is_dir():
         _run(*task.program, *task.data, str(data), "--seed", str(seed), *counts)
     if not model.is_dir():
-        toy = ["toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed)]
-        _run("-m", "slimrl_tools.cli", *toy)
+        size = ["--max-position", str(task.max_position), "--seed", str(seed)]
+        run_module("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), *size)
     shared = [f"run.dir={folder}", "tracking.wandb=disabled", f"seed={seed}"]
     if not sft.export.is_dir():
         cold_start = [
-            f"steps={sft_updates}", "sft.max_tokens=512", "checkpoint.every_steps=50", "checkpoint.keep=1",
+            f"steps={sft_updates}", "sft.max_tokens=1024", "checkpoint.every_steps=50", "checkpoint.keep=1",
             "trainer.num_ranks=1", "trainer.parallel.expert=1", "trainer.max_tokens_per_rank=4096",
             f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
         ]  # fmt: skip
-        _run("-m", "slimrl.cli", "sft", str(SFT), *shared, *cold_start, "--resume-or-start")
+        run_module("slimrl.cli", "sft", str(SFT), *shared, *cold_start, "--resume-or-start")
     gspo = RunFolder(folder / "gspo")
     if not gspo.export.is_dir():
         files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
@@ -153,8 +166,13 @@ def learn(
         checkpoints = ["checkpoint.every_steps=4", "checkpoint.keep=1"]
         recipe = str(RECIPES / task.recipe)
         arguments = [*shared, "run.name=gspo", *files, *checkpoints, f"model.path={sft.export}", *settings]
-        _run("-m", "slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
+        run_module("slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
     return gspo
+
+
+def run_module(module: str, *arguments: str) -> None:
+    """Raises CalledProcessError or TimeoutExpired."""
+    _run("-m", module, *arguments)
 
 
 def _run(*words: str) -> None:

@@ -8,9 +8,11 @@
    that the policy writes is the beginning of its next turn.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from slimrl.agent.assistant_turn import parse_turn
 from slimrl.agent.chat.chat_format import CallName, Context
@@ -78,6 +80,7 @@ class Conversation:
         self.num_calls = 0
         self.tool_calls: dict[str, dict[str, int]] = {}
         """`calls`, `errors` and `malformed` of each tool that was called, by its name"""
+        self.num_sampled_tokens = 0
         self.num_cached_tokens = 0
         self.num_retries = 0
         self.engine_counts = Counter[str]()
@@ -85,6 +88,11 @@ class Conversation:
         self.num_subagents = self._subagent_turns = self._subagent_tokens = 0
         self.tokens_of_others = 0
         """Tokens of the conversations of other roles, which count in the limit too"""
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """JSON schemas of the tools"""
+        return self._dialogue.schemas
 
     @property
     def num_turns(self) -> int:
@@ -102,6 +110,21 @@ class Conversation:
         for segment in found:
             segment.role = self._role
         return found
+
+    def fork(self, number: int) -> "Conversation":
+        """Another conversation that goes on from here, with seeds of its own. Between two turns alone.
+
+        Args:
+            number: tells it from all other forks of the trajectory.
+        """
+        other = copy.copy(self)
+        other._requests = self._requests.fork(number)
+        other.transcript = self.transcript.copy()
+        other.messages, other._shown, other._finished = [*self.messages], [*self._shown], [*self._finished]
+        other._turn_tokens = [*self._turn_tokens]
+        other.tool_calls = copy.deepcopy(self.tool_calls)
+        other.engine_counts = self.engine_counts.copy()
+        return other
 
     def follow(self, num_turns: int) -> None:
         """Number the next turn after so many of all roles."""
@@ -230,6 +253,7 @@ class Conversation:
 
     def _add_turn(self, result: GenerateResult) -> None:
         self.transcript.add_turn(result, goes_on=self._turn_has_begun)
+        self.num_sampled_tokens += len(result.tokens)
         self.num_cached_tokens += result.cached_tokens
         self.num_retries += result.num_retries
         self.engine_counts.update(result.counts)

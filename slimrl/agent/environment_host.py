@@ -61,7 +61,8 @@ class EnvironmentHost:
         self._environment: Environment | None = None
         self._begun: _Begun | None = None
         """How the environment was started"""
-        self._scratch: dict[str, Any] = {}
+        self.scratch: dict[str, Any] = {}
+        """What the environment left for the reward"""
         self._role = ""
         """Role of the first observation"""
         self._turns: list[Turn] = []
@@ -80,7 +81,7 @@ class EnvironmentHost:
         begun = time.monotonic()
         # A trajectory begins with an empty one, a sub-agent with that of its caller, which may hold what has no copy.
         self._begun = _Begun(prompt=prompt, seed=seed, scratch=dict(scratch))
-        self._scratch = scratch
+        self.scratch = scratch
         try:
             first = await self._started(lambda made: made.start(prompt, seed=seed, scratch=scratch), scratch)
         finally:
@@ -135,14 +136,14 @@ class EnvironmentHost:
         self._seen.append(_seen(observation))
         return observation
 
-    async def branch(self) -> tuple["EnvironmentHost", dict[str, Any]]:
-        """Another host whose environment is in the same state, and its scratch.
+    async def branch(self) -> "EnvironmentHost":
+        """Another host whose environment is in the same state, with a scratch of its own.
 
         Raises:
             EnvironmentFailure: the environment raised, or the same turns led to another state.
         """
         assert self._environment is not None
-        scratch = self._call_now("copy of its scratch", partial(copy.deepcopy, self._scratch))
+        scratch = self._call_now("copy of its scratch", partial(copy.deepcopy, self.scratch))
         made = None
         if hasattr(self._environment, "copy"):
             make_copy = partial(self._environment.copy, scratch=scratch)
@@ -150,14 +151,14 @@ class EnvironmentHost:
         if made is None:
             return await self._replayed()
         other = EnvironmentHost(self._make, self._agent)
-        other._environment, other._scratch = made, scratch
+        other._environment, other.scratch = made, scratch
         other._begun, other._role = self._begun, self._role
         other._turns, other._seen = [*self._turns], [*self._seen]
         other._rewards, other._states, other.report = [*self._rewards], [*self._states], copy.deepcopy(self.report)
         other.images = dict(self.images)
-        return other, scratch
+        return other
 
-    async def _replayed(self) -> tuple["EnvironmentHost", dict[str, Any]]:
+    async def _replayed(self) -> "EnvironmentHost":
         assert self._begun is not None
         other, scratch = EnvironmentHost(self._make, self._agent), dict(self._begun.scratch)
         try:
@@ -173,7 +174,7 @@ class EnvironmentHost:
         except BaseException:
             await other.close()
             raise
-        return other, scratch
+        return other
 
     async def close(self) -> None:
         """Close the environment, if there is one. What goes wrong is logged: the trajectory is over."""

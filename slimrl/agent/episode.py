@@ -2,7 +2,8 @@
 
 The trajectory is truncated when it runs out of turns or tokens, aborted at its deadline or by the engine, and failed if
 the engine does not answer or the environment or a tool crashes. It always keeps the tokens so far.
-`agent.episode` puts a function of one's own in place of `run_turns`.
+`agent.episode` puts a function of one's own in place of `run_turns`. A search (tree_search) tries several turns in a
+state, and its trajectory is the best path.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.conversation import Conversation
@@ -29,9 +30,9 @@ from slimrl.base.seeds import derive_seed
 from slimrl.base.spans import SPANS
 from slimrl.config.schema.agent import POLICY, AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
-from slimrl.data.engine import Engine, EngineError
+from slimrl.data.engine import RUN_EVALUATION, Engine, EngineError
 from slimrl.data.prompt import Prompt
-from slimrl.data.trajectory import Status, Trajectory
+from slimrl.data.trajectory import SearchTree, Status, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,25 @@ class Episode:
         host: EnvironmentHost,
         run_subagent: RunSubagent,
     ) -> None:
-        self.prompt, self.conversations, self._host, self._run_subagent = prompt, conversations, host, run_subagent
+        self.prompt, self.conversations, self.host, self._run_subagent = prompt, conversations, host, run_subagent
+        self._runner = runner
         self.engine, self.rollout, self.agent = runner.engine, runner.rollout, runner.agent
         self._subagent_lock = nullcontext() if runner.parallel_subagents else asyncio.Lock()
         self._of_subagents: dict[int, Trajectory] = {}
         """Trajectories of the sub-agents that the last turn called, by the call's number"""
         host.offer(self._delegate)
+
+    async def fork(self, number: int) -> "Episode":
+        """Another episode in the same state, which samples its turns anew. Between two turns alone.
+
+        Args:
+            number: tells it from all other forks of the trajectory.
+
+        Raises:
+            EnvironmentFailure: the environment raised, or the same turns led to another state.
+        """
+        host = await self.host.branch()
+        return Episode(self._runner, self.prompt, self.conversations.fork(number), host, self._run_subagent)
 
     @property
     def conversation(self) -> AnyConversation:
@@ -72,7 +86,7 @@ class Episode:
         conversation.count_calls(turn)
         try:
             with SPANS("environment"):
-                observation = await self._host.step(turn)
+                observation = await self.host.step(turn)
         finally:
             # In the order of the calls, whichever ended first.
             for number in sorted(self._of_subagents):
@@ -114,18 +128,52 @@ NOTHING_LEFT = error_text("no turns or tokens are left for it; go on without it"
 EpisodeLoop = Callable[[Episode], Awaitable[Status]]
 """Runs an episode to its end and says how it ended."""
 
+Snapshot = Callable[[Episode, Status], Trajectory]
+"""The trajectory of an episode as it is now, not scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search found."""
+
+    episode: Episode
+    """The path that it chose"""
+    status: Status
+    tree: SearchTree
+    figures: dict[str, int]
+    """`Trajectory.metadata["search"]`"""
+
+
+class Search(Protocol):
+    """Searches the steps of episodes; started before the first one."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def run(self, episode: Episode, snapshot: Snapshot) -> Searched:
+        """Raises EngineError, EnvironmentFailure or ToolCrash."""
+        ...
+
 
 async def run_turns(episode: Episode) -> Status:
     """The policy and its environment take turns until one of them ends the episode."""
-    while True:
-        turn = await episode.sample_turn()
-        if isinstance(turn, Status):
-            return turn
-        observation = await episode.step(turn)
-        if observation.done or (turn.finish_reason == "end" and not observation.truncated):
-            return Status.completed
-        if observation.truncated or turn.is_last or not episode.append_observation(turn, observation):
-            return Status.truncated
+    while (status := await take_turn(episode)) is None:
+        pass
+    return status
+
+
+async def take_turn(episode: Episode) -> Status | None:
+    """A turn and what it leads to; how the episode ends if it ends."""
+    turn = await episode.sample_turn()
+    if isinstance(turn, Status):
+        return turn
+    observation = await episode.step(turn)
+    if observation.done or (turn.finish_reason == "end" and not observation.truncated):
+        return Status.completed
+    if observation.truncated or turn.is_last or not episode.append_observation(turn, observation):
+        return Status.truncated
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +186,8 @@ class EpisodeRunner:
     rollout: RolloutConfig
     agent: AgentConfig
     episode_loop: EpisodeLoop = run_turns
+    search: Search | None = None
+    """Searches each episode; but in the evaluations of a training run, which are to show the policy alone"""
     summary_rule: SummaryRule | None = None
     """Writes the summaries of compaction; None for the policy"""
     subagents: Mapping[str, ToolBox] = field(default_factory=dict)
@@ -164,6 +214,8 @@ class EpisodeRunner:
             except Exception as error:
                 # A player of the task's own may raise anything.
                 raise ToolsUnavailable(f"agent.players.{name}: start failed: {error!r}") from error
+        if self.search is not None:
+            await self.search.start()
 
     async def stop(self) -> None:
         """Close the tools and the players, and end the environments' processes; called once, after the last episode."""
@@ -175,6 +227,8 @@ class EpisodeRunner:
                         await player.close()
             except Exception as error:  # noqa: BLE001 - a player of the task's own may raise anything
                 log.warning("agent.players.%s: close failed: %r", name, error)
+        if self.search is not None:
+            await self.search.stop()
         await asyncio.to_thread(self.tools.close)
         if isinstance(self.environment, EnvironmentServer):
             await self.environment.aclose()
@@ -202,6 +256,12 @@ class EpisodeRunner:
             status=Status.failed,
             scratch={} if scratch is None else scratch,
         )
+        search = None if trajectory_id.startswith(RUN_EVALUATION) else self.search
+
+        def snapshot(episode: Episode, status: Status) -> Trajectory:
+            state = replace(trajectory, status=status, scratch=episode.host.scratch, metadata={})
+            _complete(state, episode.conversations, episode.host)
+            return state
 
         async def run_subagent(delegation: Delegation, turns: int, tokens: int) -> Trajectory:
             assert conversations is not None
@@ -224,7 +284,14 @@ class EpisodeRunner:
                 first = await host.start(prompt, seed=derive_seed(seed or 0, "environment"), scratch=trajectory.scratch)
                 conversations = Conversations(begin, first)
             async with asyncio.timeout(self.rollout.trajectory_timeout_s):
-                trajectory.status = await self._run_loop(Episode(self, prompt, conversations, host, run_subagent))
+                episode = Episode(self, prompt, conversations, host, run_subagent)
+                if search is None:
+                    trajectory.status = await self._run_loop(episode)
+                else:
+                    found = await search.run(episode, snapshot)
+                    conversations, host = found.episode.conversations, found.episode.host
+                    trajectory.status, trajectory.scratch = found.status, host.scratch
+                    trajectory.search_tree, trajectory.metadata["search"] = found.tree, found.figures
             if trajectory.status is Status.aborted:
                 trajectory.metadata["error"] = "aborted by the engine"
         except TimeoutError:
@@ -334,6 +401,7 @@ def _complete(trajectory: Trajectory, conversations: Conversations | None, host:
         trajectory.segments, trajectory.messages = conversations.segments, conversations.messages
         num_turns = conversations.num_turns
         first, *_ = conversations.by_role.values()
+        trajectory.tools = list(first.tools)
         counts |= {"num_turns": num_turns, "num_prompt_messages": first.num_prompt_messages}
         for conversation in conversations.of_policy:
             _add_counts(counts, conversation)

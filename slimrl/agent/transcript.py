@@ -1,5 +1,6 @@
 """Collects the tokens of one trajectory into a Segment."""
 
+import copy
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,13 @@ class Transcript:
         """Tokens whose experts are known, the first ones. A token's first pass is the one that counts: it sampled the
         token after it."""
         return sum(map(len, self._experts))
+
+    def copy(self) -> "Transcript":
+        """Another one with the same tokens."""
+        other = copy.copy(self)
+        other.tokens, other._logprobs = [*self.tokens], self._logprobs[:]
+        other._versions, other._spans, other._experts = [*self._versions], [*self._spans], [*self._experts]
+        return other
 
     def add_turn(self, result: GenerateResult, *, goes_on: bool = False) -> None:
         """Append what the policy sampled in reply to all tokens so far, and the experts of tokens that had none yet.

@@ -1,7 +1,7 @@
 """The request for a turn of the policy, from the run's limits and sampling settings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slimrl.agent.dialogue import Dialogue
 from slimrl.base.seeds import derive_seed
@@ -22,6 +22,10 @@ class TurnRequests:
     sampling: SamplingConfig
     session_id: str
     seed: int | None
+
+    def fork(self, number: int) -> "TurnRequests":
+        """Those of another branch of the trajectory."""
+        return self if self.seed is None else replace(self, seed=derive_seed(self.seed, "fork", number))
 
     def make(
         self,

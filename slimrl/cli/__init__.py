@@ -46,6 +46,7 @@ COMMANDS: tuple[tuple[typer.Typer, str, Callable[..., None]], ...] = (
     (app, "sft", runs.sft),
     (eval_app, evaluation.DEFAULT_COMMAND, evaluation.evaluate),
     (eval_app, "compare", evaluation.compare),
+    (eval_app, "plot", evaluation.plot),
     (app, "rollout", runs.rollout),
     (app, "export", runs.export),
     (app, "report", runs.report),

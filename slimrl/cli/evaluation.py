@@ -1,4 +1,4 @@
-"""`slimrl eval` and `slimrl eval compare`."""
+"""`slimrl eval`, `slimrl eval compare` and `slimrl eval plot`."""
 
 import json
 from dataclasses import asdict
@@ -80,3 +80,18 @@ def compare(
         sets = {one.name: asdict(one) for one in comparisons}
         figures = {"a": str(a), "b": str(b), "together": sets.pop(ALL_SETS, None), "sets": sets}
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def plot(
+    folders: Annotated[list[Path], typer.Argument(metavar="EVAL...", help="Folders of evaluations, their --out.")],
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("evaluations.png"),
+    title: Annotated[str, typer.Option(help="Title of the figure.")] = "",
+) -> None:
+    """Draw the mean of each evaluation against the tokens that it sampled."""
+    from slimrl.base.output_file import check_output_file
+    from slimrl.evaluation.folder import EvalFolder
+    from slimrl.evaluation.plot import write_plot
+
+    check_output_file("--out", out)
+    write_plot([EvalFolder(one) for one in folders], out, title)
+    typer.echo(f"plot: {out}")

@@ -92,13 +92,24 @@ def rollout(
     recipe: Recipe,
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Trajectory file to write (JSONL).")] = ...,  # type: ignore[assignment]
+    conversations: Annotated[
+        Path | None, typer.Option(help="Write completed ones as conversations for `slimrl sft` too (JSONL).")
+    ] = None,
+    min_reward: Annotated[float, typer.Option(help="Smallest reward of a trajectory in --conversations.")] = 1.0,
     ray_address: RayAddress = None,
 ) -> None:
     """Sample the trajectories of one step with model.path and write them to a file."""
     with imports_uncollected():
         from slimrl.runtime import commands
 
-    commands.rollout(recipe, overrides or [], out=out, ray_address=ray_address)
+    commands.rollout(
+        recipe,
+        overrides or [],
+        out=out,
+        conversations=conversations,
+        min_reward=min_reward,
+        ray_address=ray_address,
+    )
 
 
 def export(

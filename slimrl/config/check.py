@@ -37,6 +37,7 @@ from slimrl.config.rollout_rules import (
     transport_warnings,
 )
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.search_rules import search_violations
 from slimrl.config.speculative_rules import draft_violations
 from slimrl.config.teacher import teacher_model_violations, teacher_violations
 from slimrl.config.tracking_rules import tracking_warnings
@@ -115,6 +116,7 @@ def check_recipe(
         violations += sft_violations(recipe)
     elif command != "export":
         violations += [*rollout_violations(recipe, experts), *agent_violations(recipe)]
+        violations += search_violations(recipe, command)
         warnings += agent_warnings(recipe)
         if trains(command):
             violations += colocation_violations(recipe)

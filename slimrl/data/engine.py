@@ -6,6 +6,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+EVALUATION = "eval"
+"""Beginning of the ids of evaluations' sessions"""
+RUN_EVALUATION = f"{EVALUATION}_"
+"""Beginning of those of evaluations within a training run"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:

@@ -135,6 +135,10 @@ class Trajectory:
     `ended_at`."""
     images: dict[int, bytes] = field(default_factory=dict)
     """PNGs of the environment's states, by the number of the turn that follows; not part of the file format"""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of the tools that the policy was shown at the start; not part of the file format"""
+    search_tree: "SearchTree | None" = None
+    """What `agent.search` saw besides the path that it chose; not part of the file format"""
 
     @property
     def num_tokens(self) -> int:
@@ -158,11 +162,21 @@ class Trajectory:
                 raise ValueError(f"{name} has {given} entries, and the trajectory {self.num_turns} turns")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SearchTree:
+    """All turns of a search over an episode's steps, N of them, each once among the tokens that are trained."""
+
+    segments: list[Segment]
+    """The contexts of all paths; `loss_mask` is true on a turn in the first of them that has it"""
+    turn_advantages: list[float]
+    """Value of the state after each turn less the mean of those that its siblings led to, by the turn's number"""
+
+
 _ARRAYS = tuple(one.name for one in fields(Segment) if one.name != "role")
 _OPTIONAL = ("routed_experts", "teacher_logprobs")
 """Arrays of a segment that may be null."""
 
-_NOT_IN_FILES = ("scratch", "measured", "images")
+_NOT_IN_FILES = ("scratch", "measured", "images", "tools", "search_tree")
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:

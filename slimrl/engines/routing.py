@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slimrl.data.engine import (
+    RUN_EVALUATION,
     Engine,
     EngineUnreachable,
     GenerateRequest,
@@ -30,8 +31,6 @@ from slimrl.engines.retries import answered
 
 AVOID_S = 10.0
 """Seconds for which an engine is avoided."""
-EVALUATION = "eval_"
-"""Beginning of the ids of evaluations' sessions."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class RoutedEngines(Engine):
         An engine that was there before may be named again, at the same address, after it was replaced.
 
         Args:
-            evaluating: those that serve the sessions of evaluations (EVALUATION) and no others; None for `urls`.
+            evaluating: those that serve the sessions of evaluations (RUN_EVALUATION) and no others; None for `urls`.
         """
         with self._lock:
             self._live = tuple(dict.fromkeys(urls))
@@ -165,7 +164,7 @@ class RoutedEngines(Engine):
         self._changed = asyncio.Event()
 
     def _choice_of(self, session_id: str) -> EngineChoice:
-        is_set_aside = self._evaluating is not None and session_id.startswith(EVALUATION)
+        is_set_aside = self._evaluating is not None and session_id.startswith(RUN_EVALUATION)
         return self._of_evaluations if is_set_aside else self._choice
 
     async def _answered[T](

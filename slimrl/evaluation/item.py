@@ -58,7 +58,8 @@ def item_of(trajectory: Trajectory, key: Key) -> Item:
         reward=0.0 if failed else float(trajectory.reward),
         rewards={} if failed else {name: float(part) for name, part in trajectory.rewards.items()},
         num_turns=trajectory.num_turns,
-        num_sampled_tokens=trajectory.num_sampled_tokens,
+        # What a search sampled besides its path is spent as well.
+        num_sampled_tokens=trajectory.metadata.get("search", {}).get("num_tokens", trajectory.num_sampled_tokens),
         turn_tokens=[
             sum(int((segment.loss_mask & (segment.turn_ids == turn)).sum()) for segment in trajectory.segments)
             for turn in range(trajectory.num_turns)

@@ -16,7 +16,7 @@ from slimrl.base.spans import SPANS
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
-from slimrl.data.engine import Engine, EngineError
+from slimrl.data.engine import EVALUATION, Engine, EngineError
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Status, Trajectory
 from slimrl.engines.teacher import Teacher
@@ -73,7 +73,9 @@ class ScoredEpisodes:
                 with SPANS("reward"):
                     timeout_s = self._recipe.rollout.trajectory_timeout_s
                     await score(trajectory, prompt, self._rewards.function, timeout_s)
-                self._complete_credit(trajectory)
+                if not trajectory_id.startswith(EVALUATION):
+                    self._take_search_tree(trajectory)
+                    self._complete_credit(trajectory)
             except Exception as error:
                 # A task's own code may raise anything.
                 name = self._recipe.reward.function or "the reward"
@@ -82,6 +84,13 @@ class ScoredEpisodes:
                 log.warning("%s: %s", trajectory_id, cause, exc_info=error)
                 _fail(trajectory, cause)
             return trajectory
+
+    def _take_search_tree(self, trajectory: Trajectory) -> None:
+        """Put all turns of a search in place of those of the path that it chose, whose reward the trajectory keeps."""
+        tree, trajectory.search_tree = trajectory.search_tree, None
+        if tree is not None and self._recipe.algorithm.given_by_turn:
+            trajectory.segments, trajectory.turn_advantages = tree.segments, tree.turn_advantages
+            trajectory.turn_rewards, trajectory.turn_states = [], []
 
     async def score_by(self, teacher: Teacher, trajectory: Trajectory) -> list[float]:
         """Add the teacher's log-probs to a trajectory that has not failed.

@@ -14,6 +14,7 @@ from slimrl.base.spans import PROFILED, RECORDING
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import resolved_dict
+from slimrl.data.conversation_lines import write_conversations
 from slimrl.data.curriculum import Curriculum
 from slimrl.data.mixture import DataOrder, Mixture
 from slimrl.data.prompt import Prompt
@@ -235,11 +236,25 @@ def train_on_file(
             train_on_file_loop(run, learner, batch, GroupFilters(recipe.reward.group_filters, task.group_filters))
 
 
-def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str | None) -> None:
-    """`slimrl rollout`: one step's trajectories into a file; no trainer runs."""
-    if out.exists():
-        raise ValueError(f"{out} exists; remove it or give another --out.")
-    check_output_file("--out", out)
+def rollout(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    out: Path,
+    conversations: Path | None,
+    min_reward: float,
+    ray_address: str | None,
+) -> None:
+    """`slimrl rollout`: one step's trajectories into a file; no trainer runs.
+
+    Args:
+        conversations: file for those of at least `min_reward`.
+    """
+    for option, file in (("--out", out), ("--conversations", conversations)):
+        if file is not None:
+            if file.exists():
+                raise ValueError(f"{file} exists; remove it or give another {option}.")
+            check_output_file(option, file)
     with Progress(1) as progress:
         read = partial(load_task, train=True, evaluate=False)
         loaded, task = prepare(path, overrides, "rollout", progress, read, ray_address=ray_address)
@@ -255,6 +270,9 @@ def rollout(path: Path, overrides: Sequence[str], *, out: Path, ray_address: str
                 trajectories = stage.rollout(prompts, label="step_000001")
         write_trajectories(out, trajectories)
         progress.say(f"{len(trajectories)} trajectories: {out}")
+        if conversations is not None:
+            count = write_conversations(conversations, trajectories, min_reward)
+            progress.say(f"{count} conversations with a reward of at least {min_reward:g}: {conversations}")
 
 
 def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path, ray_address: str | None) -> None:

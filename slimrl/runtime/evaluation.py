@@ -13,6 +13,7 @@ from slimrl.base.output_file import check_output_file
 from slimrl.checkpoints.digests import file_digests
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.show import resolved_dict
+from slimrl.data.engine import EVALUATION
 from slimrl.evaluation.folder import EvalFolder
 from slimrl.evaluation.item import item_keys
 from slimrl.evaluation.items import Items
@@ -76,7 +77,7 @@ def _sample(loaded: LoadedRecipe, task: Task, items: Items, progress: Progress, 
         assert processes.engines is not None
         with rollout_stage(loaded, task, processes.engines, progress) as stage:
             for name, prompts in task.eval_sets.items():
-                stage.evaluate(name, prompts, label="eval", items=items)
+                stage.evaluate(name, prompts, label=EVALUATION, items=items)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from slimrl.algorithms.selection import Selection
 from slimrl.base.errors import StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
+from slimrl.data.engine import RUN_EVALUATION
 from slimrl.data.mixture import DataOrder
 from slimrl.data.prompt import Prompt
-from slimrl.engines.routing import EVALUATION
 from slimrl.evaluation.estimates import eval_metrics
 from slimrl.evaluation.item import Item, write_items
 from slimrl.observability.metrics import read_metrics
@@ -173,7 +173,7 @@ class TrainRun(Run):
             RunError: too many trajectories failed.
         """
         step = Step(self.state.step, self.state.unwritten)
-        label = f"{EVALUATION}{step.number:06d}"
+        label = f"{RUN_EVALUATION}{step.number:06d}"
         self._take_evaluated()
         if step.number < self.recipe.steps and self._background.begin(step.number, self.state.weight_version, label):
             self._write(step)

@@ -37,11 +37,12 @@ async def count_in_two_branches(make: MakeEnvironment) -> None:
     scratch: dict = {"begun": True}
     await first.start(PROMPT, seed=5, scratch=scratch)
     await first.step(turn("go on"))
-    second, its_scratch = await first.branch()
+    second = await first.branch()
+    its_scratch = second.scratch
     assert its_scratch == {"begun": True, "count": 7}
     assert (await first.step(turn("go on"))).state_id == "9"
     assert (await first.step(turn("go on"))).state_id == "11"
-    third, _ = await second.branch()
+    third = await second.branch()
     assert (await second.step(turn("go on"))).state_id == "9"
     assert (scratch["count"], its_scratch["count"]) == (11, 9)
     await first.close()
@@ -87,12 +88,12 @@ async def test_copies_share_a_process_and_end_with_the_last_of_them():
     try:
         host = EnvironmentHost(server, AgentConfig())
         await host.start(PROMPT, seed=0, scratch={})
-        other, _ = await host.branch()
+        other = await host.branch()
         pid = int(host.report.metrics["pid"])
         await host.close()
         assert (await other.step(turn("go on"))).state_id == "1"
         assert psutil.pid_exists(pid)
-        third, _ = await other.branch()
+        third = await other.branch()
         with pytest.raises(EnvironmentFailure, match="was ended by SIGKILL"):
             await other.step(turn("die"))
         with pytest.raises(EnvironmentFailure, match="did not answer the request before"):
@@ -124,7 +125,7 @@ async def test_one_that_cannot_copy_itself_now_takes_its_turns_again():
     host = EnvironmentHost(lambda: ThreadEnvironment(make), AgentConfig())
     await host.start(PROMPT, seed=0, scratch={})
     await host.step(turn("99"))
-    other, _ = await host.branch()
+    other = await host.branch()
     assert len(made) == 2
     assert (await other.step(turn("go on"))).state_id == "100"
     for one in (host, other):
@@ -137,7 +138,7 @@ async def test_an_image_crosses_the_socket_and_is_kept_and_no_other_bytes():
     try:
         await host.start(PROMPT, seed=0, scratch={})
         await host.step(turn("go on"))
-        other, _ = await host.branch()
+        other = await host.branch()
         with pytest.raises(EnvironmentFailure, match="image must be the bytes of a PNG"):
             await host.step(turn("a photograph"))
         assert host.images == other.images == {1: b"\x89PNG\r\n\x1a\n..."}
@@ -196,7 +197,7 @@ async def test_a_solution_can_go_on_from_a_copy_of_an_environment_that_others_ma
         while not (seen[-1].done or seen[-1].truncated):
             turns.append(Turn(**vars(player.turn(seen[-1])) | {"index": len(turns)}))
             if len(turns) == 2:
-                branch, at = (await host.branch())[0], len(seen)
+                branch, at = await host.branch(), len(seen)
             seen.append(await host.step(turns[-1]))
         assert branch is not None
         again = [await branch.step(one) for one in turns[at - 1 :]]

@@ -66,7 +66,9 @@ def test_a_report_says_where_it_is(tmp_path: Path):
         (("report", "RUN"), "--out", "slimrl.observability.report.write_curve"),
         (("simulate", SPLIT), "--json-file", "slimrl.estimates.simulator.command.Simulator.rows_by_mode"),
         (("eval", "compare", "RUN", "RUN"), "--json-file", "slimrl.evaluation.comparison.compare"),
+        (("eval", "plot", "RUN"), "--out", "slimrl.evaluation.plot.write_plot"),
         (("rollout", SPLIT), "--out", "slimrl.runtime.commands.prepare"),
+        (("rollout", SPLIT, "--out", "out.jsonl"), "--conversations", "slimrl.runtime.commands.prepare"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )

@@ -1,5 +1,6 @@
 """The conversations of an episode: one, or one for each role, whose turns are numbered through all of them."""
 
+import copy
 from collections.abc import Callable
 
 from slimrl.agent.conversation import Conversation
@@ -34,6 +35,10 @@ class Conversations:
         return max(one.num_turns for one in self.by_role.values())
 
     @property
+    def num_sampled_tokens(self) -> int:
+        return sum(one.num_sampled_tokens for one in self.of_policy)
+
+    @property
     def of_policy(self) -> list[Conversation]:
         return [one for one in self.by_role.values() if isinstance(one, Conversation)]
 
@@ -47,6 +52,13 @@ class Conversations:
         if list(self.by_role) == [""]:
             return self.by_role[""].messages
         return [{**message, "conversation": role} for role, one in self.by_role.items() for message in one.messages]
+
+    def fork(self, number: int) -> "Conversations":
+        """Those of a branch of the episode; see Conversation.fork. Of the policy alone, without roles."""
+        other = copy.copy(self)
+        other.by_role = {role: one.fork(number) for role, one in self.by_role.items() if isinstance(one, Conversation)}
+        other._last_turns, other.groups = {**self._last_turns}, {**self.groups}
+        return other
 
     async def sample_turn(self) -> Turn | Status:
         """The next turn of the role whose turn it is; see Conversation.sample_turn."""

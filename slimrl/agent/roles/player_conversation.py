@@ -30,7 +30,7 @@ class PlayerConversation:
         max_turns: int,
         seed: int,
     ) -> None:
-        self.messages, self._tools = list(messages), tools
+        self.messages, self.tools = list(messages), tools
         self.num_prompt_messages = len(messages)
         self._name, self._player, self._max_turns, self._seed = name, player, max_turns, seed
         self._num_turns = self.tokens_of_others = 0
@@ -61,7 +61,7 @@ class PlayerConversation:
         index = self._num_turns
         try:
             seed = derive_seed(self._seed, "player", index)
-            said = await call_task_code(self._player, list(self.messages), tools=self._tools, seed=seed)
+            said = await call_task_code(self._player, list(self.messages), tools=self.tools, seed=seed)
             message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else dict(said)
             calls = tuple(map(_call, message.get("tool_calls") or ()))
         except EnvironmentFailure:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
+from slimrl.config.schema.search import SearchConfig
 from slimrl.config.schema.types import (
     MISSING,
     FiniteValue,
@@ -249,6 +250,8 @@ class AgentConfig:
     """Roles of an environment of several whose settings differ from RoleConfig's (docs/agents.md#several-roles)."""
     players: dict[str, PlayerConfig] = field(default_factory=dict)
     """Who plays roles in place of the policy, by name."""
+    search: SearchConfig = field(default_factory=SearchConfig)
+    """Search over the steps of an episode (docs/agents.md#search-over-steps)."""
     workers: PositiveInt = 1
     """Processes that run the episodes; 1 for the driver itself (docs/agents.md#several-processes)."""
     start_timeout_s: PositiveFloat = 120.0

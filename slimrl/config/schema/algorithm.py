@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from slimrl.config.schema.credit import CreditConfig, DynamicSamplingConfig, OverlongConfig, SelectionConfig
+from slimrl.config.schema.credit import CreditConfig, CreditName, DynamicSamplingConfig, OverlongConfig, SelectionConfig
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.types import MISSING, Flag, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -263,3 +263,8 @@ class AlgorithmConfig:
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+    @property
+    def given_by_turn(self) -> bool:
+        """Whether the task, or a search, gives the advantage of each turn."""
+        return self.advantage == AdvantageName.given and self.credit.name is CreditName.turn

@@ -6,7 +6,7 @@ from typing import Any
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import MakeEnvironment
-from slimrl.agent.episode import EpisodeLoop, EpisodeRunner
+from slimrl.agent.episode import EpisodeLoop, EpisodeRunner, Search
 from slimrl.agent.gateway.agents import Agent
 from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.roles.player import Player, load_players
@@ -19,6 +19,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.engine import Engine
 from slimrl.engines.continued import continued
 from slimrl.engines.turn_logs import TurnLogs
+from slimrl.rewards.loading import Supplies
 from slimrl.rollout.task.dialogue import load_dialogues
 from slimrl.rollout.task.environment import (
     check_summary_request,
@@ -28,6 +29,7 @@ from slimrl.rollout.task.environment import (
     load_subagents,
     load_summary_rule,
 )
+from slimrl.rollout.task.search import load_search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class EpisodeCode:
     """Tools of each sub-agent, by the sub-agent's name"""
     players: dict[str, Player]
     """Who plays roles in place of the policy, by name"""
+    search: Search | None
+    """Searches the steps of each episode"""
 
     def episode_runner(
         self, recipe: Recipe, engine: Engine, logs: TurnLogs | None = None
@@ -72,6 +76,7 @@ class EpisodeCode:
             summary_rule=self.summary_rule,
             subagents=self.subagents,
             players=self.players,
+            search=self.search,
             parallel_subagents=not recipe.deterministic,
         )
 
@@ -100,6 +105,7 @@ def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode
         ),
         "subagents": collector.get("agent.subagents", lambda: load_subagents(agent, sandbox)),
         "players": collector.get("agent.players", lambda: load_players(agent.players)),
+        "search": load_search(recipe, collector.get, Supplies({SandboxPool: sandbox})),
     }
     if dialogues is not None:
         chat = dialogues.chat

@@ -1,0 +1,31 @@
+"""Rules of the section `agent.search`."""
+
+from collections.abc import Iterator
+
+from slimrl.config.problems import Violation
+from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.search import SearchMethod
+
+ONE_PATH = ("episode", "command", "function", "subagents", "players", "roles")
+"""Settings of `agent` with which an episode cannot be gone on from in several ways"""
+
+
+def search_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """What a search cannot be combined with, and training on less than a search sees."""
+    search = recipe.agent.search
+    if search.value.args and not search.value.function:
+        yield "agent.search.value.args", "there is no agent.search.value.function to take them."
+    if search.method is SearchMethod.off:
+        return
+    for name in ONE_PATH:
+        if getattr(recipe.agent, name):
+            yield (
+                f"agent.{name}",
+                f"agent.search.method {search.method.value} cannot branch such an episode. Leave it out.",
+            )
+    if command == "train" and not recipe.algorithm.given_by_turn:
+        yield (
+            "agent.search.method",
+            f"{search.method.value}: training takes the advantages of a search's turns, not the best path as if it had "
+            "been sampled. Set algorithm.advantage given and algorithm.credit.name turn.",
+        )
