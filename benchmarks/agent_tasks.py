@@ -107,7 +107,7 @@ TASKS = {
             "--set", "demonstrations=2000",
         ),
         words="words.txt",
-        sft_updates=200,
+        sft_updates=300,
         max_position=2048,
     ),
     "textworld": Task(
