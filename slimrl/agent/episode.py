@@ -328,6 +328,8 @@ class EpisodeRunner:
                 }
                 if isinstance(conversation, PastConversation):
                     found[role]["version"] = conversation.version
+                if conversations.groups[role]:
+                    found[role]["group"] = conversations.groups[role]
         return found
 
     def _of_subagent(self, delegation: Delegation, turns: int, tokens: int) -> "EpisodeRunner":

@@ -2,7 +2,8 @@
 
 The conversation of a role is all that it was told and said. Its trajectory has its segments, its reward, and the group
 of the same role of the same prompt, so that baselines, ratios of sequences and credit are a role's own
-(role-conditioned advantage, SPIRAL, arXiv:2506.24119).
+(role-conditioned advantage, SPIRAL, arXiv:2506.24119). Roles to which the environment gave a group, such as those that
+solve what another role of the episode has asked, have a group of their own in each episode.
 """
 
 import re
@@ -28,7 +29,8 @@ def by_role(trajectories: Sequence[Trajectory], *, own_groups: bool = True) -> l
     """The trajectories of the algorithm, in order: those with roles become one of each role that is trained.
 
     Args:
-        own_groups: whether each role has groups of its own; otherwise the roles of a prompt share one.
+        own_groups: whether each role has groups of its own; otherwise the roles of a prompt share one, but for those
+            to which the environment gave a group.
     """
     return [part for trajectory in trajectories for part in _parts(trajectory, own_groups)]
 
@@ -50,6 +52,8 @@ def _parts(trajectory: Trajectory, own_groups: bool) -> list[Trajectory]:
 
 
 def _of_role(trajectory: Trajectory, role: str, own_group: bool) -> Trajectory:
+    group = trajectory.metadata["roles"][role].get("group", "")
+    shared = f"{trajectory.group_id} {role}" if own_group else trajectory.group_id
     segments = [segment for segment in trajectory.segments if segment.role == role]
     turns = sorted({int(turn) for segment in segments for turn in np.unique(segment.turn_ids[segment.loss_mask])})
 
@@ -58,7 +62,7 @@ def _of_role(trajectory: Trajectory, role: str, own_group: bool) -> Trajectory:
 
     return replace(
         trajectory,
-        group_id=f"{trajectory.group_id} {role}" if own_group else trajectory.group_id,
+        group_id=f"{trajectory.trajectory_id} {group}" if group else shared,
         trajectory_id=f"{trajectory.trajectory_id} {role}",
         segments=[replace(segment, turn_ids=_renumbered(segment, turns)) for segment in segments],
         reward=trajectory.role_rewards[role],

@@ -24,6 +24,7 @@ class Conversations:
         self.by_role = {first.role: begin(first)}
         self.role = first.role
         """Whose turn is next"""
+        self.groups = {first.role: first.group}
         self._last_turns: dict[str, Turn] = {}
 
     @property
@@ -58,7 +59,7 @@ class Conversations:
         """Those of a branch of the episode; see Conversation.fork. Of the policy alone, without roles."""
         other = copy.copy(self)
         other.by_role = {role: one.fork(number) for role, one in self.by_role.items() if isinstance(one, Conversation)}
-        other._last_turns = {**self._last_turns}
+        other._last_turns, other.groups = {**self._last_turns}, {**self.groups}
         return other
 
     async def sample_turn(self) -> Turn | Status:
@@ -83,6 +84,7 @@ class Conversations:
         self.role = observation.role
         if self.role not in self._last_turns:
             self.by_role[self.role] = self._begin(observation)
+            self.groups[self.role] = observation.group
             self._count_others()
             return self.current.has_room
         self._count_others()
