@@ -313,7 +313,7 @@ def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
     written = []
     monkeypatch.setattr(commands, "write_trajectories", lambda path, batch: written.append((path, batch)))
     out = tmp_path / "deep" / "t.jsonl"
-    commands.rollout(Path("r.yaml"), [], out=out, ray_address="head:1")
+    commands.rollout(Path("r.yaml"), [], out=out, conversations=None, min_reward=1.0, ray_address="head:1")
     assert written == [(out, ["a", "b"])]
     assert out.parent.is_dir()
     assert parts.prepared[1:] == ("rollout", {"train": True, "evaluate": False}, {"ray_address": "head:1"})
@@ -322,7 +322,7 @@ def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
     assert parts.noted[-1] == ("rollout", ["0", "1"], "step_000001")
     out.touch()
     with pytest.raises(ValueError, match="exists; remove it or give another --out"):
-        commands.rollout(Path("r.yaml"), [], out=out, ray_address=None)
+        commands.rollout(Path("r.yaml"), [], out=out, conversations=None, min_reward=1.0, ray_address=None)
 
 
 def test_an_export_checks_the_checkpoint_before_anything_starts(parts: Parts, tmp_path: Path, monkeypatch):
