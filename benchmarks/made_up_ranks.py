@@ -68,7 +68,14 @@ class Ranks:
         return [report_logprobs(batch, answer_of(batch)) for batch in batches]
 
     def accumulate(
-        self, rank: int, update: int, loss: Any, denominator: float, temperature: float, logprobs: bool = False
+        self,
+        rank: int,
+        update: int,
+        loss: Any,
+        denominator: float,
+        temperature: float,
+        logprobs: bool = False,
+        **_: Any,
     ) -> list[LogProbReport] | None:
         return self.add_logprobs(rank, update, "") if logprobs else None
 

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -28,6 +28,8 @@ from slimrl.algorithms.policy_tokens import (
 )
 from slimrl.config.algorithms import TOKEN_LOSSES
 from slimrl.config.schema.algorithm import Aggregation, AlgorithmConfig, KlPlace
+from slimrl.data.packing import OLD_LOGPROBS
+from slimrl.data.token_values import TRAINER_LOGPROBS
 
 ObjectiveName = Literal["policy", "sft"]
 """What an update optimizes: `policy` the recipe's algorithm, `sft` the likelihood of the tokens in the loss mask."""
@@ -35,10 +37,12 @@ ObjectiveName = Literal["policy", "sft"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossSums:
-    """Sums over a micro-batch: `loss` has a gradient, `reported` has none."""
+    """Sums over a micro-batch: `loss` has a gradient, all else has none."""
 
     loss: Tensor
     reported: dict[str, Tensor]
+    by_token: dict[str, Tensor] = field(default_factory=dict)
+    """float [T] by the names of TOKEN_VALUES, what a run may record of each token; meaningless if it is masked"""
 
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], LossSums]
@@ -101,7 +105,14 @@ def policy_objective(
         }
         reported = {name: values_T.sum() for name, values_T in by_weight.items()}
         reported |= {name: torch.where(mask_T, values_T, 0.0).sum() for name, values_T in by_token_T.items()}
-    return LossSums(loss=loss, reported={"loss": loss.detach(), **reported})
+        recorded_T = {
+            TRAINER_LOGPROBS: batch.added_T.get(OLD_LOGPROBS, tokens.logprobs_T.detach()),
+            "advantages": tokens.advantages_T,
+            "ratios": tokens.log_ratio_T.exp(),
+            "clipped": losses.clipped_T,
+            "entropies": entropy_T.detach(),
+        }
+    return LossSums(loss=loss, reported={"loss": loss.detach(), **reported}, by_token=recorded_T)
 
 
 def sequence_terms(tokens: PolicyTokens, settings: AlgorithmConfig) -> dict[str, Tensor]:

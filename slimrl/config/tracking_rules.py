@@ -1,5 +1,6 @@
-"""Rules of the section `tracking`: who may send to wandb's server."""
+"""Rules of the section `tracking`: which trackers there are, and who may send to wandb's server."""
 
+import importlib.util
 import netrc
 import os
 from collections.abc import Iterator
@@ -27,6 +28,17 @@ def tracking_warnings(recipe: Recipe, command: str, *, home: bool = True) -> Ite
             f"online needs an API key of {wandb_host()}: {missing_key_text(home=home)}. Without one the run is written "
             "into its folder, for a later `wandb sync`.",
         )
+
+
+def missing_trackers(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """Trackers of the recipe whose packages this Python has not."""
+    for name in recipe.tracking.more if command in TRACKED else ():
+        if importlib.util.find_spec(name.value) is None:
+            yield (
+                "tracking.more",
+                f"{name.value} needs the package of that name. Install it with: "
+                f"pip install -c requirements/lock.txt {name.value}",
+            )
 
 
 def missing_key_text(*, home: bool = True) -> str:

@@ -1,7 +1,7 @@
 """Types that trainer and driver share, without Megatron, which the driver does not import."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -83,7 +83,7 @@ class LogProbs:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-    """The result of one optimizer update, equal on every rank."""
+    """The result of one optimizer update, equal on every rank but for `expert_load`."""
 
     sums: dict[str, float]
     """The values that the loss function reported, summed over the whole update batch"""
@@ -106,6 +106,8 @@ class UpdateResult:
     """Number of experts of all layers that got no token"""
     router_entropy: float = math.nan
     """Entropy of the router's distribution over all experts, natural log, mean over tokens and layers"""
+    expert_load: dict[int, np.ndarray] = field(default_factory=dict)
+    """int64 [experts] by index of the layer from 0, the tokens that each expert got; on rank 0 alone"""
     replayed_fraction: float | None = None
     """Fraction of the pairs of a token and a layer whose experts were given; None without routing replay"""
     replay_changed_fraction: float | None = None

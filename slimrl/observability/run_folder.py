@@ -51,10 +51,14 @@ class RunFolder:
         self.logs = self.path / "logs"
         """Log files, one per process."""
         self.trajectories = self.path / "trajectories"
-        """Readable samples, one file per step and one per evaluation set."""
+        """Readable samples, one file per step and one per evaluation set, and those recorded with their tokens."""
+        self.expert_load = self.path / "expert_load"
+        """Tokens of each expert, one file per step."""
         self.profile = self.path / PROFILE_FOLDER
         """Spans of the steps that `--profile` names, and their trace."""
         self.wandb = self.path / "wandb"
+        self.tensorboard = self.path / "tensorboard"
+        self.mlflow = self.path / "mlflow"
         self.checkpoints = self.path / "checkpoints"
         self.past_versions = self.path / "past_versions"
         """Older versions of the policy that play against it, a Hugging Face checkpoint each."""
@@ -112,6 +116,16 @@ class RunFolder:
 
     def eval_sample_file(self, step: int, set_name: str) -> Path:
         return self.trajectories / f"eval_{step:06d}_{set_name}.jsonl"
+
+    def recorded_file(self, step: int) -> Path:
+        """Trajectories of a step with their tokens."""
+        return self.trajectories / f"step_{step:06d}.parquet"
+
+    def eval_recorded_file(self, step: int, set_name: str) -> Path:
+        return self.trajectories / f"eval_{step:06d}_{set_name}.parquet"
+
+    def expert_load_file(self, step: int) -> Path:
+        return self.expert_load / f"step_{step:06d}.parquet"
 
     def log_file(self, process: str) -> Path:
         return self.logs / f"{process}.log"

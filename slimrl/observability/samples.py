@@ -36,17 +36,33 @@ def write_samples(path: Path, trajectories: Iterable[Trajectory], prompts: Mappi
     Args:
         prompts: the groups' prompts, by their ids.
     """
+    _write(
+        path,
+        [
+            readable(one) | {"label": prompts[one.group_id].label} | _write_images(path.with_suffix(""), number, one)
+            for number, one in enumerate(first_of_groups(trajectories, limit))
+        ],
+    )
+
+
+def first_of_groups(trajectories: Iterable[Trajectory], limit: int) -> list[Trajectory]:
+    """The first trajectory of each of the first `limit` groups."""
     chosen: dict[str, Trajectory] = {}
     for trajectory in trajectories:
         if len(chosen) < limit:
             chosen.setdefault(trajectory.group_id, trajectory)
-    _write(
-        path,
-        [
-            readable(one) | {"label": prompts[group].label} | _write_images(path.with_suffix(""), number, one)
-            for number, (group, one) in enumerate(chosen.items())
-        ],
-    )
+    return list(chosen.values())
+
+
+def as_markdown(trajectory: Trajectory) -> str:
+    """The conversation for a tracker's page: what is said stands as code, so that nothing in it is markup."""
+    parts = [f"reward {trajectory.reward:g}, {trajectory.status.value}"]
+    for message in trajectory.messages:
+        said = {name: value for name, value in message.items() if name != "role" and value}
+        text = said["content"] if list(said) == ["content"] else json.dumps(said, ensure_ascii=False, default=str)
+        lines = visible(str(text)).splitlines()
+        parts.append("\n".join([f"**{message['role']}**", "", *(f"    {line}" for line in lines)]))
+    return "\n\n".join(parts)
 
 
 def write_failed(path: Path, failed: Sequence[Trajectory], limit: int) -> None:

@@ -1,100 +1,34 @@
-"""Metrics go to metrics.jsonl, and to wandb as `tracking.wandb` says (offline by default)."""
+"""Metrics go to metrics.jsonl, and to the trackers of the section `tracking`: wandb, TensorBoard, MLflow."""
 
 import logging
-import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from slimrl.config.schema.run import TrackingConfig, WandbMode
-from slimrl.config.tracking_rules import has_wandb_key, missing_key_text
+from slimrl.config.schema.run import TrackerName, TrackingConfig, WandbMode
 from slimrl.observability.metrics import MetricsWriter, plain_number
+from slimrl.observability.mlflow_tracker import MlflowTracker
 from slimrl.observability.run_folder import RunFolder
-
-STEP = "step"
-"""Name of the metric with the run's step, as in metrics.jsonl; the x-axis of all metrics in wandb."""
-CONNECT_TIMEOUT_S = 60
-"""Seconds that wandb's server may take to answer before the run goes on offline"""
+from slimrl.observability.tensorboard_tracker import TensorboardTracker
+from slimrl.observability.wandb_tracker import WandbTracker
 
 log = logging.getLogger(__name__)
 
 
-def _start_wandb(
-    run: RunFolder, tracking: TrackingConfig, config: Mapping[str, Any], say: Callable[[str], None]
-) -> Any:
-    """A wandb run inside the run folder. Online without an account or a connection it goes on offline, and says so."""
-    _set_up_wandb(run)
-    import wandb
+class Tracker(Protocol):
+    """A program that shows runs. A step may come after a later one."""
 
-    start = partial(_init_wandb, run, tracking.wandb_project, config)
-    if tracking.wandb is WandbMode.offline:
-        return start(WandbMode.offline)
-    reason = missing_key_text()
-    if has_wandb_key():  # else wandb would ask for one on a terminal
-        try:
-            return start(WandbMode.online)
-        except (wandb.Error, TimeoutError) as error:
-            log.warning("wandb does not go online", exc_info=error)
-            reason = _first_line(error)
-            wandb.teardown()  # its process still holds the run's id
-    say(f"wandb goes on offline: {reason}. Send it later: wandb sync {run.wandb}/offline-run-*")
-    return start(WandbMode.offline)
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add finite numbers of a step."""
 
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        """Add conversations of a step, as Markdown."""
 
-def _init_wandb(run: RunFolder, project: str, config: Mapping[str, Any], mode: WandbMode) -> Any:
-    """Start a wandb run, which prints nothing, and offline opens no connection.
-
-    Raises:
-        wandb.Error, TimeoutError: online mode without an account or a connection.
-    """
-    import wandb
-
-    # A resumed run keeps the id.
-    run_id = run.wandb / "run_id"
-    if not run_id.exists():
-        run_id.write_text(os.urandom(8).hex())
-    started = wandb.init(
-        project=project,
-        name=run.path.name,
-        id=run_id.read_text(),
-        resume="allow" if mode is WandbMode.online else None,
-        dir=str(run.path),
-        mode=mode.value,
-        config=dict(config),
-        settings=wandb.Settings(
-            init_timeout=CONNECT_TIMEOUT_S,
-            silent=True,
-            console="off",
-            disable_git=True,
-            disable_code=True,
-            disable_job_creation=True,
-            x_disable_stats=True,
-            x_disable_machine_info=True,
-        ),
-    )
-    # wandb continues its own step count from the last process and drops metrics below it, but a resumed run starts
-    # again after its checkpoint.
-    started.define_metric("*", step_metric=STEP)
-    return started
-
-
-def _set_up_wandb(run: RunFolder) -> None:
-    """Variables that wandb reads at import: its caches lie in the run folder, and it reports no errors."""
-    run.wandb.mkdir(exist_ok=True)
-    os.environ["WANDB_ERROR_REPORTING"] = "false"
-    for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
-        os.environ.setdefault(f"WANDB_{name}_DIR", str(run.wandb / name.lower()))
-    # Else it advertises Weave where a client such as openai is imported, and connects to it where weave is.
-    os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    def close(self, *, failed: bool) -> None: ...
 
 
 class Trackers:
-    """The metrics file and the wandb run of one run."""
+    """The metrics file and the trackers of one run."""
 
     def __init__(
         self,
@@ -106,25 +40,36 @@ class Trackers:
         say: Callable[[str], None] = log.warning,
     ) -> None:
         """Args:
-        config: the resolved recipe for wandb, as nested plain Python without secrets, see resolved_dict.
+        config: the resolved recipe for the trackers, as nested plain Python without secrets, see resolved_dict.
         keep_through_step: as for MetricsWriter.
         say: shows the user a line.
         """
         self._metrics = MetricsWriter(run.metrics, keep_through_step=keep_through_step)
-        self._wandb = None if tracking.wandb is WandbMode.disabled else _start_wandb(run, tracking, config, say)
+        self._trackers: list[Tracker] = []
+        if tracking.wandb is not WandbMode.disabled:
+            self._trackers.append(WandbTracker(run, tracking, config, say))
+        if TrackerName.tensorboard in tracking.more:
+            self._trackers.append(TensorboardTracker(run.tensorboard, config, keep_through_step))
+        if TrackerName.mlflow in tracking.more:
+            self._trackers.append(MlflowTracker(run.mlflow, run.path.name, config))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, which may be before the last one."""
         self._metrics.log(step, metrics)
-        if self._wandb is not None:
-            finite = {name: number for name, value in metrics.items() if (number := plain_number(value)) is not None}
-            self._wandb.log({STEP: step, **finite})
+        finite = {name: number for name, value in metrics.items() if (number := plain_number(value)) is not None}
+        for tracker in self._trackers:
+            tracker.log(step, finite)
+
+    def log_texts(self, step: int, texts: Sequence[str]) -> None:
+        """Give the trackers conversations of a step, as Markdown."""
+        for tracker in self._trackers:
+            tracker.log_texts(step, texts)
 
     def close(self, *, failed: bool = False) -> None:
         self._metrics.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=1 if failed else 0)
-            self._wandb = None
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            tracker.close(failed=failed)
 
     def __enter__(self) -> Self:
         return self

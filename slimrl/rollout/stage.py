@@ -156,6 +156,7 @@ class RolloutStage:
         label: str,
         items: Items | None = None,
         check: Callable[[], None] = lambda: None,
+        seen: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> list[Item]:
         """`eval.samples_per_prompt` trajectories of each prompt under the evaluation sampling settings.
 
@@ -164,6 +165,7 @@ class RolloutStage:
                 deterministic run samples a set again of which one is missing: the batches in which its trajectories
                 are computed depend on all of them.
             check: called every second; an exception that it raises ends the evaluation.
+            seen: called with each trajectory that ends.
 
         Returns:
             The set's items by prompt and sample.
@@ -192,6 +194,7 @@ class RolloutStage:
 
                 async def keep(trajectory: Trajectory) -> None:
                     trajectories.append(trajectory)
+                    seen(trajectory)
                     items.add(item_of(trajectory, key_of[trajectory.trajectory_id]))
                     phase.advance()
 

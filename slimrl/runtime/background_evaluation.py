@@ -30,10 +30,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The items of a finished evaluation, by set."""
+    """The items of a finished evaluation and their trajectories, by set."""
 
     step: int
     sets: dict[str, list[Item]]
+    trajectories: dict[str, list[Trajectory]]
     seconds: float
 
 
@@ -119,7 +120,7 @@ class BackgroundEvaluation:
             async with slots:
                 return await self._stage.episodes.run(trajectory_id, prompt, rollout.eval_sampling)
 
-        found = {}
+        found, sampled = {}, {}
         for name, prompts in self._sets.items():
             planned = planned_trajectories(prompts, samples_per_prompt=samples, label=f"{label}/{name}")
             trajectories = await all_of([run(*each) for each in planned.items()])
@@ -127,6 +128,7 @@ class BackgroundEvaluation:
             versions = {int(v) for t in trajectories for s in t.segments for v in s.weight_versions[s.loss_mask]}
             if other := versions - {weight_version}:
                 raise RunError(f"evaluation {name} of weight version {weight_version}: sampled by {sorted(other)} too")
+            sampled[name] = trajectories
             keys = item_keys(name, prompts, samples)
             found[name] = [item_of(trajectory, key) for trajectory, key in zip(trajectories, keys, strict=True)]
-        return Evaluated(step=self._step, sets=found, seconds=time.monotonic() - start)
+        return Evaluated(step=self._step, sets=found, trajectories=sampled, seconds=time.monotonic() - start)

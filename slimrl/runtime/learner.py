@@ -1,6 +1,6 @@
 """From selected trajectories to optimizer updates: what the updates need of the old policy, training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from slimrl.algorithms.mismatch import FAR, LogProbReport, entropy_mean, mismatch_metrics
 from slimrl.algorithms.objective import denominator, loss_function
@@ -17,6 +17,7 @@ from slimrl.data.packing import (
     is_split,
     micro_batches,
 )
+from slimrl.data.token_values import TRAINER_LOGPROBS
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.critic import Critic
@@ -108,7 +109,10 @@ class Learner:
                 denominator=self._denominator(update),
                 temperature=self._temperature,
                 logprobs=number == 0 and 0 not in self._reports,
+                recorded=(recorded := step.tokens.numbers_in(update.segments)),
             )
+            if recorded:
+                self._record_tokens(step, number, update, recorded)
             if number == 0:
                 self._reports.setdefault(0, found)
                 self._measure(step, updates, enforce_limit)
@@ -121,10 +125,17 @@ class Learner:
             self._trainers.put_batches([])
         if self._critic is not None:
             step.record(self._critic.finish())
+        step.count_experts(results)
         if results:
             step.record({**update_metrics(results), **policy_metrics(results)})
             self._state.adapt_entropy_coef(algorithm, step.metrics["policy/entropy"])
         step.record({"train/skipped_steps": self._state.skipped_steps})
+
+    def _record_tokens(self, step: Step, number: int, update: Update, recorded: Collection[int]) -> None:
+        # Those of a later update are not the old policy's unless there was a pass for them.
+        without = () if number == 0 or number in self._reports else (TRAINER_LOGPROBS,)
+        for piece in self._trainers.gather(RankBatches.recorded, number, recorded):
+            step.tokens.add(update.segments[piece.sequence], piece.values, without)
 
     def _measure(self, step: Step, updates: Sequence[Update], enforce_limit: bool) -> None:
         """How far the engines' log-probs are from the trainer's, of all updates for which they are known.

@@ -7,6 +7,7 @@ from slimrl.algorithms.selection import Selection, deal
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch, pack_for
 from slimrl.data.training import Layout
+from slimrl.data.trajectory import Segment
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -15,6 +16,8 @@ class Update:
 
     batch: PackedBatch
     """Packed trajectories that the update's passes need"""
+    segments: list[Segment]
+    """Their segments, by the numbers of the batch's sequences"""
     num_trajectories: int
     """Number of trajectories of the update, those without a pass included"""
     num_tokens: int
@@ -37,5 +40,12 @@ def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[U
             None if by_turn is None else [by_turn[i] for i in needed],
         )
         num_tokens = sum(int(segment.loss_mask[1:].sum()) for i in chosen for segment in trajectories[i].segments)
-        updates.append(Update(batch=batch, num_trajectories=len(chosen), num_tokens=num_tokens))
+        updates.append(
+            Update(
+                batch=batch,
+                segments=[segment for i in needed for segment in trajectories[i].segments],
+                num_trajectories=len(chosen),
+                num_tokens=num_tokens,
+            )
+        )
     return updates

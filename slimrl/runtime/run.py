@@ -10,6 +10,7 @@ from slimrl.base.errors import RunError, StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import DataOrder
+from slimrl.observability.expert_load import write_expert_load
 from slimrl.observability.profiling.recorder import Recorder
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
@@ -62,6 +63,8 @@ class Run:
             self.progress.say(f"step {step.number} dropped: {dropped}")
             return
         step.close()
+        if step.expert_load:
+            write_expert_load(self.folder.expert_load_file(step.number), step.number, step.expert_load)
         self.state.step = step.number
         if self.data is not None:
             self.state.cursor = self._position()

@@ -78,6 +78,7 @@ def update(step: Step, examples: Sequence[Segment], run: Run) -> None:
     trainers.call(RankBatches.accumulate, 0, cross_entropy, denominator=num_targets, temperature=1.0)
     result = trainers.call(RankBatches.step)
     count_skipped(state, result, recipe.trainer.max_skipped_updates)
+    step.count_experts([result])
     step.record(
         {
             **update_metrics([result]),

@@ -23,6 +23,7 @@ from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
+from slimrl.config.tracking_rules import missing_trackers
 from slimrl.data.engine import Engine
 from slimrl.engines.client import SglangEngine
 from slimrl.engines.one_by_one import OneByOne
@@ -89,6 +90,7 @@ def prepare[T](
             progress.say(str(problem))
         else:
             problems.append(problem)
+    problems += [loaded.problem(*violation) for violation in missing_trackers(loaded.recipe, command)]
     return loaded, read_files(loaded, problems, read, shared_only=ray_address is not None)
 
 

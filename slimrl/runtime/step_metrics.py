@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from slimrl.base.spans import SPANS
+from slimrl.data.token_values import TokenValues
 from slimrl.data.training import UpdateResult
 
 
@@ -21,6 +22,10 @@ class Step:
         """
         self.number = number
         self.metrics: dict[str, float] = dict(metrics or {})
+        self.tokens = TokenValues()
+        """What its updates find at the tokens of the trajectories that are recorded"""
+        self.expert_load: dict[int, np.ndarray] = {}
+        """int64 [experts] by layer, the tokens that each expert got in its updates"""
         self._start = time.monotonic()
         self._depth = 0
         self._timed_s = 0.0
@@ -39,6 +44,11 @@ class Step:
             self._timed_s += seconds
         key = f"time/{phase}_s"
         self.metrics[key] = self.metrics.get(key, 0.0) + seconds
+
+    def count_experts(self, results: Sequence[UpdateResult]) -> None:
+        for result in results:
+            for layer, tokens in result.expert_load.items():
+                self.expert_load[layer] = self.expert_load.get(layer, 0) + tokens
 
     def record(self, metrics: Mapping[str, float]) -> None:
         self.metrics.update(metrics)

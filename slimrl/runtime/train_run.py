@@ -15,11 +15,12 @@ from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import RUN_EVALUATION
 from slimrl.data.mixture import DataOrder
 from slimrl.data.prompt import Prompt
+from slimrl.data.trajectory import Trajectory
 from slimrl.evaluation.estimates import eval_metrics
 from slimrl.evaluation.item import Item, write_items
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
-from slimrl.observability.samples import write_samples
+from slimrl.observability.samples import as_markdown, first_of_groups, write_samples
 from slimrl.rollout.environment_metrics import environment_metrics
 from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.group_ledger import GroupLedger
@@ -35,6 +36,7 @@ from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.past_versions import PastVersions
+from slimrl.runtime.recording import Recording
 from slimrl.runtime.reward_watch import RewardWatch
 from slimrl.runtime.run import Run
 from slimrl.runtime.score_check import ScoreCheck
@@ -74,6 +76,7 @@ class TrainRun(Run):
         self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers)
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
         self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
+        self._recording = Recording(self.recipe.tracking, self.folder, self.task, self.state.step, self.progress.say)
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
         self._background = BackgroundEvaluation(
             self.recipe, self.task.eval_sets, self.stage, self.engines, self.progress
@@ -158,9 +161,16 @@ class TrainRun(Run):
             step.record({"data/left_out_prompts": self.task.num_left_out})
         limit = self.recipe.tracking.trajectories_per_step
         write_samples(self.folder.sample_file(step.number), batch.sampled, batch.prompts, limit)
+        if self.recipe.tracking.texts:
+            self.trackers.log_texts(step.number, [as_markdown(one) for one in first_of_groups(batch.sampled, limit)])
+        self._recording.choose(step, batch)
 
     def before_resync(self, step: Step) -> None:
-        """Wait for the rollouts if the mode says so, and for a background evaluation if another is due."""
+        """Wait for the rollouts if the mode says so, and for a background evaluation if another is due.
+
+        Before, the step's trajectories are recorded, with what the updates found: their file is written beside.
+        """
+        self._recording.write_step()
         if self.recipe.rollout.mode is RolloutMode.one_step_off:
             with step.timed("drain"):
                 self._service.drain(self._check_drain, lambda: self.preemption.asked)
@@ -200,8 +210,9 @@ class TrainRun(Run):
             if self._past is not None and plays_past(chain(*self.task.eval_sets.values()), self.recipe.agent):
                 self._past.load_first()
             for name, prompts in self.task.eval_sets.items():
-                items = self.stage.evaluate(name, prompts, label=label, check=self._serve_again)
-                self._record_items(step, name, items)
+                seen: list[Trajectory] = []
+                items = self.stage.evaluate(name, prompts, label=label, check=self._serve_again, seen=seen.append)
+                self._record_items(step, name, items, seen)
         if not self.recipe.rollout.spans_steps:
             # The next step's are those of its rollout.
             self.stage.take_lags()
@@ -212,6 +223,7 @@ class TrainRun(Run):
             self.progress.say(f"the evaluation of step {step} had not ended and is given up")
         else:
             self._take_evaluated()
+        self._recording.finish()
         super().finish()
 
     def _take_evaluated(self) -> None:
@@ -222,14 +234,15 @@ class TrainRun(Run):
     def _write_evaluated(self, evaluated: Evaluated) -> None:
         step = Step(evaluated.step, {"time/eval_s": evaluated.seconds})
         for name, items in evaluated.sets.items():
-            self._record_items(step, name, items)
+            self._record_items(step, name, items, evaluated.trajectories[name])
         self.trackers.log(step.number, step.metrics)
         self.progress.evaluation(step.number, step.metrics)
 
-    def _record_items(self, step: Step, name: str, items: list[Item]) -> None:
+    def _record_items(self, step: Step, name: str, items: list[Item], trajectories: list[Trajectory]) -> None:
         step.record(eval_metrics(items, self.recipe.eval))
         shown = [item for item in items if item.sample == 0][: self.recipe.tracking.trajectories_per_step]
         write_items(self.folder.eval_sample_file(step.number, name), shown)
+        self._recording.write_evaluation(step.number, name, self.task.eval_sets[name], trajectories)
 
     def _position(self) -> dict[str, Any]:
         return self._service.position()

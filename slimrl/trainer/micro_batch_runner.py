@@ -6,10 +6,11 @@ T tokens of a micro-batch on this rank, V rows of its vocabulary shard.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -64,6 +65,11 @@ class MicroBatchRunner:
         """Reported sums, denominator and number of tokens of the gradients that wait for `step`"""
         self._found: list[tuple[LocalBatch, Tensor, Tensor]] = []
         """Log-probs and entropies that the loss saw, by micro-batch"""
+        self._by_token: list[dict[str, Tensor]] | None = None
+        """What the loss reported of each token, by micro-batch; None if nothing is recorded"""
+        self.recorded: dict[int, dict[str, np.ndarray]] = {}
+        """float32 [T] by name, what the loss of `accumulate` reported of each token of a whole micro-batch, by the
+        micro-batch's place; on the last pipeline stage"""
         config = unwrap(chunks[0]).config
         self.router_stats = RouterStats(chunks, config.num_layers, layout.tensor_rank, config.sequence_parallel)
         self.routing_shape = (config.num_layers, config.moe_router_topk, config.num_moe_experts or 0)
@@ -138,6 +144,7 @@ class MicroBatchRunner:
         denominator: float,
         temperature: float,
         logprobs: bool = False,
+        recorded: Collection[int] = (),
     ) -> list[LogProbs] | None:
         """Gradients of the loss over all micro-batches of all ranks, for `step`; every rank calls it.
 
@@ -145,6 +152,8 @@ class MicroBatchRunner:
             denominator: the summed loss is divided by it.
             temperature: divides the logits, as in the rollout.
             logprobs: also return the log-probs that the loss saw, as `compute_logprobs` does.
+            recorded: places of sequences; what the loss reports of the tokens of their micro-batches is kept in
+                `recorded`.
 
         Raises:
             ValueError: the update batch has no tokens.
@@ -158,12 +167,13 @@ class MicroBatchRunner:
         # Megatron divides all gradients by the number of tokens; this factor leaves the denominator alone.
         loss_scale = num_tokens / denominator
         collect = functools.partial(self._compute_loss, loss_function, loss_scale)
-        self._found = []
+        self._found, self._by_token = [], [] if recorded else None
         if self.mtp is not None:
             self.mtp.start_update(micro_batches, num_tokens)
         reported = self._run(micro_batches, temperature, collect, forward_only=False)
         self.accumulated = self._reduce(reported), denominator, num_tokens
         found, self._found = self._found, []
+        self.recorded = self._whole_by_token(micro_batches, [batch for batch, *_ in found], recorded)
         return self._whole(found) if logprobs and self.layout.is_last_stage else None
 
     def train_update(
@@ -187,6 +197,10 @@ class MicroBatchRunner:
         if self.overlaps_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
+        of_routers = self.router_stats.summary()
+        if self.layout.rank:
+            # It is large, and the driver reads the first rank's.
+            of_routers.pop("expert_load", None)
         replayed, changed = (None, None) if self.routing_replay is None else self.routing_replay.summary()
         return UpdateResult(
             sums=sums,
@@ -197,7 +211,7 @@ class MicroBatchRunner:
             num_tokens=num_tokens,
             replayed_fraction=replayed,
             replay_changed_fraction=changed,
-            **self.router_stats.summary(),
+            **of_routers,
         )
 
     def _run(
@@ -300,6 +314,19 @@ class MicroBatchRunner:
         ]
         return [_to_numpy(*(values if self.layout.is_output_rank else values[:2])) for values in joined]
 
+    def _whole_by_token(
+        self, micro_batches: Sequence[MicroBatch], local: Sequence[LocalBatch], recorded: Collection[int]
+    ) -> dict[int, dict[str, np.ndarray]]:
+        """See `recorded`."""
+        by_token, self._by_token = self._by_token, None
+        return {
+            place: {
+                name: gather_context(values_T.float(), local[place]).cpu().numpy() for name, values_T in own.items()
+            }
+            for place, own in enumerate(by_token or ())
+            if not set(recorded).isdisjoint(micro_batches[place].sequences.tolist())
+        }
+
     def _show_progress(self, done: int, total: int) -> None:
         self.done, self.total = done, total
         self.on_progress(done, total)
@@ -312,6 +339,8 @@ class MicroBatchRunner:
         sums = loss_function(logprobs_T, entropy_T, batch)
         num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=sums.loss.device)
         self._found.append((batch, logprobs_T.detach(), entropy_T.detach()))
+        if self._by_token is not None:
+            self._by_token.append(sums.by_token)
         return sums.loss * loss_scale, num_tokens, {name: value.detach() for name, value in sums.reported.items()}
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:

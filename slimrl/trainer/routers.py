@@ -57,7 +57,7 @@ class RouterStats:
         finally:
             self.valid_T = None
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, Any]:
         """Balance and certainty of the routers, over all ranks; every rank calls it.
 
         Returns:
@@ -82,11 +82,13 @@ class RouterStats:
             "expert_load_worst_layer": float(layers[index]),
             "dead_experts": float((counts_LE == 0).sum()),
             "router_entropy": float(entropy_L.sum() / tokens_L.sum()),
+            "expert_load": dict(zip(layers.tolist(), counts_LE.round().long().cpu().numpy(), strict=True)),
         }
 
     @torch.no_grad()
     def _record(self, router: TopKRouter, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        if self.valid_T is None:
+        if self.valid_T is None or (self.tensor_rank and not self.sequence_parallel):
+            # Without sequence parallelism the first tensor-parallel rank counts the tokens that all of them have.
             return
         routing_map_TE = output[1]
         valid_T = self.valid_T

@@ -76,9 +76,10 @@ def steps_without_times(folder: RunFolder) -> list[dict[str, Any]]:
     ]
 
 
-def samples(folder: RunFolder) -> dict[str, str]:
-    """The readable trajectories of each step, which say too how many tokens of each an engine had cached."""
-    return {path.name: path.read_text() for path in sorted(folder.trajectories.iterdir())}
+def samples(folder: RunFolder) -> dict[str, bytes]:
+    """The trajectories of each step, readable ones and those with tokens, which say too how many tokens of each an
+    engine had cached."""
+    return {path.name: path.read_bytes() for path in sorted(folder.trajectories.iterdir())}
 
 
 def exported(folder: RunFolder) -> dict[str, bytes]:

@@ -71,8 +71,12 @@ def updates_by_algorithm(rank, num_ranks, port, weights, layouts):
             if needs_sums(settings, 1):
                 held.set_remote(0, settings, TEMPERATURE)
             loss = loss_function("policy", settings, 0.01)
-            held.accumulate(0, loss, denominator(settings.aggregation, **counts), TEMPERATURE)
-            found[name] = held.step()
+            of_sequences = range(0, len(packed), 2)
+            divisor = denominator(settings.aggregation, **counts)
+            held.accumulate(0, loss, divisor, TEMPERATURE, recorded=of_sequences)
+            recorded = held.recorded(0, of_sequences)
+            assert (recorded is not None) == run.layout.is_output_rank
+            found[name] = held.step(), {piece.sequence: piece.values for piece in recorded or ()}
         results.append((is_split(parts), found))
     return results
 
@@ -89,11 +93,22 @@ def near(batches, found) -> None:
 
 
 def assert_equal_to_one_rank(weights, expected, num_ranks, layouts):
-    for of_rank in run_ranks(updates_by_algorithm, num_ranks, weights, layouts, timeout_s=250):
+    of_ranks = run_ranks(updates_by_algorithm, num_ranks, weights, layouts, timeout_s=250)
+    for number, layout in enumerate(layouts):
+        for name, (_, wanted) in expected.items():
+            values = {sequence: own for rank in of_ranks for sequence, own in rank[number][1][name][1].items()}
+            assert values.keys() == wanted.keys(), f"{layout} {name}"
+            for sequence, own in wanted.items():
+                for term, wanted_S in own.items():
+                    where = f"{layout} {name} {sequence} {term}"
+                    np.testing.assert_allclose(values[sequence][term], wanted_S, rtol=1e-4, atol=1e-4, err_msg=where)
+    for rank, of_rank in enumerate(of_ranks):
         for layout, (split, found) in zip(layouts, of_rank, strict=True):
             assert split
-            for name, update in found.items():
-                where, wanted = f"{layout} {name}", expected[name]
+            for name, (update, _) in found.items():
+                where, (wanted, _) = f"{layout} {name}", expected[name]
+                loads = {layer: load.tolist() for layer, load in (wanted.expert_load if rank == 0 else {}).items()}
+                assert {layer: load.tolist() for layer, load in update.expert_load.items()} == loads, where
                 assert update.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-5), where
                 for term, value in wanted.sums.items():
                     # Sums of about 200 tokens.
@@ -101,7 +116,7 @@ def assert_equal_to_one_rank(weights, expected, num_ranks, layouts):
 
 
 def test_every_algorithm_learns_something_else_on_one_rank(expected):
-    norms = [update.grad_norm for update in expected.values()]
+    norms = [update.grad_norm for update, _ in expected.values()]
     assert min(norms) > 0
     # GSPO and GSPO-token, GRPO and DAPO's clips, or masks that leave out nothing, may agree; most differ.
     assert len({round(norm, 6) for norm in norms}) > 0.6 * len(norms)
@@ -109,6 +124,20 @@ def test_every_algorithm_learns_something_else_on_one_rank(expected):
 
 def test_two_ranks_make_every_algorithms_update_of_one(weights, expected):
     assert_equal_to_one_rank(weights, expected, 2, TWO_RANKS)
+
+
+def test_what_is_recorded_of_a_token_is_what_the_loss_makes_of_it(expected):
+    # GRPO clips token by token: a ratio beyond the bound on the side of its advantage is clipped.
+    settings = CASES["grpo"]
+    update, by_sequence = expected["grpo"]
+    assert len(by_sequence) == 6
+    for values in by_sequence.values():
+        ratios, advantages = values["ratios"], values["advantages"]
+        beyond = np.where(advantages > 0, ratios > 1 + settings.clip_high, ratios < 1 - settings.clip_low)
+        np.testing.assert_array_equal(values["clipped"], beyond & (advantages != 0))
+        assert (values["trainer_logprobs"] < 0).all()
+        assert (values["entropies"] > 0).all()
+    assert {int(load.sum()) for load in update.expert_load.values()} == {update.num_tokens * 2}
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
@@ -18,9 +19,11 @@ from cli_runs import RECIPES, Workspace, exported, make_workspace, samples, step
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slimrl.data.token_values import TOKEN_VALUES
 from slimrl.observability.metrics import is_metric, read_metrics
 from slimrl.observability.profiling.breakdown import step_profiles
 from slimrl.observability.profiling.trace import read_spans
+from slimrl.observability.recorded_trajectories import read_recorded
 from slimrl.observability.run_folder import RunFolder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
@@ -123,6 +126,21 @@ def assert_run_folder_is_complete(folder: RunFolder) -> None:
             roles = [message["role"] for message in sample["messages"]]
             assert roles[:3] == ["system", "user", "assistant"]
             assert sample["num_sampled_tokens"] > 0
+        recorded = read_recorded(folder.recorded_file(step))
+        assert len(recorded) == 16
+        for row in recorded:
+            (segment,) = row["segments"]
+            sampled = [place for place, own in enumerate(segment["loss_mask"]) if own]
+            for name in TOKEN_VALUES:
+                assert [place for place, value in enumerate(segment[name]) if value is not None] == sampled
+            near = [pytest.approx(segment["rollout_logprobs"][place], abs=1e-3) for place in sampled]
+            assert [segment["trainer_logprobs"][place] for place in sampled] == near
+            assert {segment["advantages"][place] for place in sampled} == {pytest.approx(row["advantage"])}
+            assert row["messages"][0]["content"].strip() in "".join(segment["texts"])
+        layers = pyarrow.parquet.read_table(folder.expert_load_file(step)).to_pylist()
+        assert [row["layer"] for row in layers] == [0, 1]
+        assert len({sum(row["tokens"]) for row in layers}) == 1
+    assert len(read_recorded(folder.eval_recorded_file(2, "heldout"))) == 8
     assert folder.curve.read_bytes().startswith(b"\x89PNG")
     logs = {path.name for path in folder.logs.iterdir()}
     assert {"driver.log", "engine_0.log", "engine_1.log", "trainer_0.log", "trainer_1.log"} <= logs

@@ -15,11 +15,11 @@ import logging
 import sys
 from pathlib import Path
 from slimrl.config.schema.run import TrackingConfig, WandbMode
-from slimrl.observability import trackers
+from slimrl.observability import trackers, wandb_tracker
 from slimrl.observability.run_folder import open_run_folder
 
 logging.getLogger().addHandler(logging.NullHandler())
-trackers.CONNECT_TIMEOUT_S = 5
+wandb_tracker.CONNECT_TIMEOUT_S = 5
 run = open_run_folder(Path(sys.argv[1]), "demo", "")
 with trackers.Trackers(run, TrackingConfig(wandb=WandbMode.online), {}, say=print) as trackers:
     trackers.log(1, {"reward/mean": 0.5})

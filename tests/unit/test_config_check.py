@@ -404,6 +404,8 @@ def test_a_size_of_nothing_is_all_that_is_said_since_other_rules_divide_by_it(fo
          "rollout.min_engines rollout.max_engines "
          "eval.every_steps checkpoint.every_steps rollout.max_replacements tracking.trajectories_per_step "
          "trainer.optimizer.clip_grad trainer.optimizer.min_lr critic.warmup_steps critic.value_clip", [0, 1], [-1]),
+        ("tracking.recorded_trajectories_per_step", [0, -1], [-2]),
+        ("tracking.recorded_bytes", [1], [0]),
         ("agent.max_result_chars", [16], [15]),
         ("rollout.max_failed_fraction trainer.megatron.optimizer_offload_fraction critic.gae_lambda",
          [0, 1], [-0.01, 1.01]),

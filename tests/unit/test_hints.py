@@ -160,7 +160,11 @@ def test_the_longest_end_of_a_key_decides():
             "rollout.sampling.stop",
             "Keys of rollout.sampling: temperature, top_p, top_k, max_new_tokens, ignore_end_of_turn.",
         ),
-        ("tracking.zebra.stripes", "Keys of tracking: wandb, wandb_project, trajectories_per_step."),
+        (
+            "tracking.zebra.stripes",
+            "Keys of tracking: wandb, wandb_project, more, texts, trajectories_per_step, "
+            "recorded_trajectories_per_step, recorded_bytes.",
+        ),
         ("reward.parts.math.zebra", "Keys of reward.parts.math: function, weight, cap, args, verified."),
         ("zebra", ""),
     ],

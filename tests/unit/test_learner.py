@@ -15,6 +15,8 @@ from slimrl.algorithms.selection import select
 from slimrl.base.errors import RunError
 from slimrl.config.schema.algorithm import Aggregation, CorrectionLevel, KlEstimator, KlPlace, OldPolicy
 from slimrl.config.schema.recipe import Recipe
+from slimrl.data.pieces import pieces_of
+from slimrl.data.token_values import TokenValues
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.data.trajectory import Segment, Status, Trajectory
 from slimrl.rollout.group_filters import GroupFilters
@@ -84,7 +86,7 @@ class AnsweringTrainers:
         everywhere = [(batch.trajectories, sums) for batch, sums in zip(self.held[update], own, strict=True)]
         set_remote(self.held[update], own, everywhere)
 
-    def accumulate(self, update, loss, *, denominator, temperature, logprobs):
+    def accumulate(self, update, loss, *, denominator, temperature, logprobs, recorded):
         self._ask(f"gradients of {update}" + (" with log-probs" if logprobs else ""), temperature)
         remote = [batch.remote.get("policy", np.zeros(1)) for batch in self.held[update]]
         self.updates.append(
@@ -99,6 +101,13 @@ class AnsweringTrainers:
             )
         )
         return [report_logprobs(batch, self._answer(batch)) for batch in self.held[update]] if logprobs else []
+
+    def recorded(self, update, sequences):
+        found = [
+            pieces_of(batch, {"trainer_logprobs": batch.rollout_logprobs, "ratios": batch.targets + 100 * update})
+            for batch in self.held[update]
+        ]
+        return [piece for pieces in found for piece in pieces if piece.sequence in sequences]
 
     def step(self):
         self.num_steps += 1
@@ -148,9 +157,10 @@ def recipe(updates: int = 1, **trainer) -> Recipe:
     return made
 
 
-def learn(trainers, settings, trajectories, state=None, **options) -> tuple[Step, list]:
+def learn(trainers, settings, trajectories, state=None, recorded=(), **options) -> tuple[Step, list]:
     """One step of the learner; the step with its metrics, and the updates that were made."""
     learner, step = Learner(settings, trainers, state or RunState()), Step(4)
+    step.tokens = TokenValues(recorded)
     updates = learner.prepare(step, select(trajectories, settings.algorithm, lambda group: True, step=4))
     learner.compute_inputs(step, updates)
     learner.train(step, updates, **options)
@@ -159,6 +169,25 @@ def learn(trainers, settings, trajectories, state=None, **options) -> tuple[Step
 
 def pairs(groups: str, **options) -> list[Trajectory]:
     return [trajectory(group, sample, **options) for group in groups for sample in range(2)]
+
+
+@pytest.mark.parametrize("old_policy", OldPolicy)
+def test_what_the_updates_find_at_recorded_tokens_is_kept_and_the_old_policy_s_log_probs_where_they_are(old_policy):
+    settings, trajectories = recipe(updates=2), pairs("abc", lengths=(60, 30))
+    settings.algorithm.old_policy = old_policy
+    for number, segment in enumerate(segment for one in trajectories for segment in one.segments):
+        segment.tokens[:] = 1 + number
+    # Groups a and c are of the first update, b of the second.
+    first, other, second, *_ = trajectories
+    step, _ = learn(AnsweringTrainers(), settings, trajectories, recorded=[first, second])
+    nothing = [np.nan] * PROMPT
+    found = step.tokens.of(first.segments[1])
+    np.testing.assert_array_equal(found["ratios"], np.float32(nothing + [2] * 27))
+    np.testing.assert_array_equal(found["trainer_logprobs"], np.float32(nothing + [-1] * 27))
+    later = step.tokens.of(second.segments[0])
+    np.testing.assert_array_equal(later["ratios"], np.float32(nothing + [105] * 57))
+    assert ("trainer_logprobs" in later) == (old_policy is OldPolicy.trainer)
+    assert step.tokens.of(other.segments[0]) == {}
 
 
 class OneStep:

@@ -94,7 +94,7 @@ class Stages:
             failed_engines={}, stale_requests=0, peak_extra_bytes=0,
         )  # fmt: skip
 
-    def evaluate(self, name, prompts, *, label, check):
+    def evaluate(self, name, prompts, *, label, check, seen):
         self._note(f"{label} on {name}")
         self.need_weights = self.lost_in == label
         check()
@@ -142,6 +142,7 @@ def recipe_of(steps: int, *, every: int = 0, **evaluation) -> Recipe:
     recipe.rollout.prompts_per_step, recipe.rollout.num_engines = 2, 1
     recipe.checkpoint.every_steps = every
     recipe.tracking.wandb = WandbMode.disabled
+    recipe.tracking.recorded_trajectories_per_step = 0
     for name, value in {"every_steps": 0, "at_start": False, "at_end": False, **evaluation}.items():
         setattr(recipe.eval, name, value)
     return recipe
@@ -574,7 +575,7 @@ def test_the_wait_for_a_background_evaluation_is_a_part_of_the_step_and_not_of_i
         def wait(self, check):
             if self.running:
                 time.sleep(0.2)
-                return Evaluated(step=self.running.pop(), sets={}, seconds=0.3)
+                return Evaluated(step=self.running.pop(), sets={}, trajectories={}, seconds=0.3)
             return None
 
     monkeypatch.setattr(train_run, "BackgroundEvaluation", EvaluatesSlowly)

@@ -44,6 +44,7 @@ def play(where: Path, stage: InstantStage, refill: RefillMode, *, until: int, re
     recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.rollout.num_engines = 3, 2, 1
     recipe.checkpoint.every_steps = 1
     recipe.tracking.wandb = WandbMode.disabled
+    recipe.tracking.recorded_trajectories_per_step = 0
     recipe.algorithm.dynamic_sampling = DynamicSamplingConfig(refill=refill, oversampling=1.5)
     folder = open_run_folder(where, "run", "seed: 1\n", resume=resume)
     state, data = RunState(), Sampler(PROMPTS, seed=3, shuffle=True)

@@ -48,7 +48,10 @@ def summary_of(routers, *, tensor_rank=0, sequence_parallel=False, after=lambda 
         for router in routers:
             router(None)
     after(stats)
-    return SimpleNamespace(**stats.summary())
+    found = stats.summary()
+    if "expert_load" in found:
+        found["expert_load"] = {layer: load.tolist() for layer, load in found["expert_load"].items()}
+    return SimpleNamespace(**found)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,8 @@ def test_load_is_the_busiest_expert_over_the_mean_of_its_layer_and_padding_does_
     assert found.expert_load_max_over_mean == pytest.approx((3 / 1.5 + 3 / 0.75) / 2)
     # The third layer is the worse one. The second leaves out one expert, the third three.
     assert (found.expert_load_worst, found.expert_load_worst_layer, found.dead_experts) == (pytest.approx(4.0), 2, 4)
+    # The first layer has no router.
+    assert found.expert_load == {1: [3, 2, 1, 0], 2: [3, 0, 0, 0]}
     assert found.router_entropy == pytest.approx((math.log(4) + 0) / 2)
 
 
@@ -84,6 +89,15 @@ def test_a_rank_of_sequence_parallelism_takes_its_own_piece_of_the_padding(tenso
     found = summary_of([router], tensor_rank=tensor_rank, sequence_parallel=True)
     assert found.expert_load_max_over_mean == pytest.approx(2.0)
     assert found.router_entropy == pytest.approx(math.log(4))
+
+
+def test_tokens_that_all_tensor_parallel_ranks_have_count_once(monkeypatch):
+    def of_the_first_rank(values, op=dist.ReduceOp.SUM):
+        if values.shape != (1,):
+            values[0] += torch.tensor([3.0, 2.0, 1.0, 0.0, 3 * math.log(4), 3.0])
+
+    monkeypatch.setattr(dist, "all_reduce", of_the_first_rank)
+    assert summary_of([HandRouter(1, UNEVEN, EVEN_LOGITS)], tensor_rank=1).expert_load == {0: [3, 2, 1, 0]}
 
 
 def test_a_model_without_routers_has_no_load():

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from slimrl.algorithms.objective import cross_entropy
@@ -53,6 +54,7 @@ class Trainers:
             sums={"loss": 0.5 * num_targets}, denominator=denominator,
             grad_norm=1.0, skipped=self.skips, lr=0.1, num_tokens=100,
             expert_load_max_over_mean=float("nan"), router_entropy=float("nan"),
+            expert_load={1: np.array([num_targets, 2]), 4: np.array([0, 5])},
         )  # fmt: skip
 
     def save_checkpoint(self, directory):
@@ -112,6 +114,9 @@ def test_the_loss_of_a_step_is_the_mean_over_the_tokens_that_are_learned_from(tm
     (line,) = read_metrics(folder.metrics)
     assert trainers.denominators == [7]
     assert line["sft/loss"] == pytest.approx(0.5)
+    assert pyarrow.parquet.read_table(folder.expert_load).to_pylist() == [
+        {"step": 1, "layer": 1, "tokens": [7, 2]}, {"step": 1, "layer": 4, "tokens": [0, 5]},
+    ]  # fmt: skip
 
 
 def run_of(tmp_path, recipe, state, *, asked=99):

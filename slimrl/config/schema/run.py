@@ -1,9 +1,18 @@
 """The run: its folder, its checkpoints, where it is followed, and the limits that stop it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from slimrl.config.schema.types import MISSING, FileName, FilePath, NonNegativeInt, PositiveFloat, PositiveInt
+from slimrl.config.schema.types import (
+    MISSING,
+    CountOrAll,
+    FileName,
+    FilePath,
+    Flag,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 class WandbMode(str, Enum):
@@ -13,6 +22,13 @@ class WandbMode(str, Enum):
     """Sent during the run, with the key in `WANDB_API_KEY` or of `wandb login`; without either, `offline`."""
     disabled = "disabled"
     """wandb is not used."""
+
+
+class TrackerName(str, Enum):
+    tensorboard = "tensorboard"
+    """Event files in `<run folder>/tensorboard`."""
+    mlflow = "mlflow"
+    """A database in `<run folder>/mlflow`, or the server that `MLFLOW_TRACKING_URI` names."""
 
 
 @dataclass(kw_only=True)
@@ -40,8 +56,18 @@ class TrackingConfig:
     """How metrics reach wandb."""
     wandb_project: str = "slimrl"
     """wandb's project for the run."""
+    more: list[TrackerName] = field(default_factory=list)
+    """Trackers besides wandb that get the metrics; each needs the package of its name."""
+    texts: Flag = False
+    """Whether wandb and the others also get the readable trajectories of each step."""
     trajectories_per_step: NonNegativeInt = 4
     """Number of trajectories per step that are written as readable text."""
+    recorded_trajectories_per_step: CountOrAll = 16
+    """Number of trajectories per step that are recorded with their tokens, as Parquet: the first groups that are within
+    it as a whole, and at least one; -1 records all, 0 none. As many of each evaluation set."""
+    recorded_bytes: PositiveInt = 2_000_000_000
+    """Bytes of all these files: where they are more, one of two steps is kept from then on, then one of four, and so
+    on."""
 
 
 @dataclass(kw_only=True)

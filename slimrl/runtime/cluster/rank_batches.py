@@ -6,7 +6,7 @@ results stay on the ranks; the driver gets a report.
 The driver imports this module to name the methods that it calls, so it leaves Megatron to the runner.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -177,21 +177,42 @@ class RankBatches:
                 batch.added[name] = scattered(batch, found)
 
     def accumulate(
-        self, update: int, loss_function: LossFunction, denominator: float, temperature: float, logprobs: bool = False
+        self,
+        update: int,
+        loss_function: LossFunction,
+        denominator: float,
+        temperature: float,
+        logprobs: bool = False,
+        recorded: Collection[int] = (),
     ) -> list[LogProbReport] | None:
         """Gradients of an update, for `step`.
 
         Args:
             logprobs: report on the log-probs that the loss saw.
+            recorded: places of sequences of which `recorded` is asked afterwards.
 
         Returns:
             As `add_logprobs`.
         """
         batches = self.updates[update]
         found = self.runner.accumulate(
-            batches, loss_function, denominator=denominator, temperature=temperature, logprobs=logprobs
+            batches,
+            loss_function,
+            denominator=denominator,
+            temperature=temperature,
+            logprobs=logprobs,
+            recorded=recorded,
         )
         return None if found is None else self._reports(batches, found)
+
+    def recorded(self, update: int, sequences: Collection[int]) -> list[Piece] | None:
+        """What the loss of the last `accumulate` reported of the sampled tokens of these sequences, on the output rank
+        of each data-parallel rank; None on others."""
+        if not self.runner.layout.is_output_rank:
+            return None
+        batches, found = self.updates[update], self.runner.recorded
+        pieces = [piece for place, values in found.items() for piece in pieces_of(batches[place], values)]
+        return [piece for piece in pieces if piece.sequence in sequences]
 
     def step(self) -> UpdateResult:
         """Do one optimizer step; see MicroBatchRunner.step."""
