@@ -14,7 +14,7 @@ from page_run import HOSTILE, STEPS, make_run, make_trajectory, metrics
 
 from slimrl.base.folder_lock import folder_lock
 from slimrl.observability.metrics import METRIC_NAMES
-from slimrl.observability.page.conversations import GAP, conversations
+from slimrl.observability.page.conversations import GAP, MOST_IMAGE_BYTES, conversations
 from slimrl.observability.page.document import page_data, write_page
 from slimrl.observability.page.findings import RULES, findings
 from slimrl.observability.page.packed import LEVELS, quantity
@@ -135,10 +135,13 @@ def test_a_packed_quantity_is_as_exact_as_its_levels_and_knows_what_is_unknown()
 
 
 def test_a_page_that_may_hold_fewer_trajectories_takes_whole_groups_of_each_step(run):
-    held = conversations(read_runs([run.path]), 12)
+    held = conversations(read_runs([run.path]), 18)
     assert held.found == 2 * 4 * STEPS
+    # The shares are 18 / 3 = 6, then (18 - 4) / 2 = 7, then 18 - 8 = 10: one group of 4, one, and two.
     assert list(zip(held.columns["step"], held.columns["id"], strict=True)) == [
-        (step, f"step_{step:06d}/00000/{member:03d}") for step in (1, 2, 3) for member in range(4)
+        (step, f"step_{step:06d}/{group:05d}/{member:03d}")
+        for step, group in ((1, 0), (2, 0), (3, 0), (3, 1))
+        for member in range(4)
     ]
 
 
@@ -161,6 +164,20 @@ def test_readable_samples_and_evaluations_are_rows_without_tokens(tmp_path):
     assert columns["id"].count("step_000001/00000/000") == 1
     assert columns["group"][columns["id"].index("step_000001/00000/000")].startswith("group 0"), "the recorded one"
     assert "step_000001/00009/000" in columns["id"]
+
+
+def test_images_of_a_readable_sample_are_in_its_conversation_as_long_as_they_fit(run):
+    known = {"group_id": "g", "trajectory_id": "step_000001/00000/001", "images": {"0": "step_000001/0_0.png"}}
+    known["images"]["1"] = "step_000001/0_1.png"
+    run.sample_file(1).write_text(json.dumps(known) + "\n")
+    folder = run.trajectories / "step_000001"
+    folder.mkdir()
+    (folder / "0_0.png").write_bytes(b"first")
+    (folder / "0_1.png").write_bytes(b"x" * MOST_IMAGE_BYTES)
+    held = conversations(read_runs([run.path]), 100)
+    conversation = json.loads(gzip.decompress(base64.b64decode(held.parts[1][0])))
+    assert conversation["images"] == {"0": base64.b64encode(b"first").decode()}
+    assert conversation["messages"], "of the recorded one"
 
 
 def test_every_rule_is_a_row_of_the_page_on_debugging():
@@ -195,7 +212,8 @@ def test_what_is_off_is_found_with_the_limits_of_the_recipe(run):
     assert findings(with_lines(run, {"mismatch/logprob_abs_mean": 4e-5})) == []
     falls = [{"policy/entropy": 1.0}] * 5 + [{"policy/entropy": 0.1}] * 5
     assert findings(with_lines(run, *falls))[0]["anchor"] == "the-entropy-collapses"
-    assert findings(with_lines(run, *[{"policy/entropy": 0.5}] * 9)) == []
+    halves = [{"policy/entropy": 1.0}] * 5 + [{"policy/entropy": 0.5}] * 5
+    assert findings(with_lines(run, *halves)) == []
 
 
 def test_a_run_says_whether_it_runs_is_complete_or_failed_and_why(run):

@@ -52,7 +52,7 @@ function figureLayout(extra) {
   const { xaxis, yaxis, ...rest } = extra;
   return {
     margin: { l: 50, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: cssColour("--text"), size: 11, family: "system-ui, sans-serif" }, hovermode: "closest",
+    font: { color: cssColour("--text"), size: 11, family: "system-ui, sans-serif" }, hovermode: "closest", modebar: { bgcolor: "rgba(0,0,0,0)", color: cssColour("--soft"), activecolor: cssColour("--accent") },
     hoverlabel: { bgcolor: cssColour("--card"), bordercolor: cssColour("--line"), font: { color: cssColour("--text") } },
     legend: { orientation: "h", y: -0.12, yanchor: "top", font: { size: 10 } },
     xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,

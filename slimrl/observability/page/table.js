@@ -4,10 +4,11 @@ const NUM_ROWS = DATA.trajectories.shown;
 const ROW_HEIGHT = 28;
 const TABLE = [ // column, title, width, whether it is a number
   ["run", "run", "8rem", false], ["step", "step", "3.6rem", true], ["set", "set", "5.5rem", false], ["source", "source", "6rem", false],
-  ["group", "group", "9rem", false], ["reward", "reward", "5rem", true], ["advantage", "advantage", "5.6rem", true], ["status", "status", "5.6rem", false],
+  ["group", "group", "7.5rem", false], ["reward", "reward", "5rem", true], ["advantage", "advantage", "6.2rem", true], ["status", "status", "5.6rem", false],
   ["turns", "turns", "3.6rem", true], ["tokens", "tokens", "4.4rem", true], ["errors", "errors", "4rem", true], ["version", "version", "4.4rem", true],
   ["gap", "largest gap", "6rem", true],
-].filter(([name]) => (name === "run" ? RUNS.length > 1 : (COLUMNS[name] || []).some((value) => value != null && value !== "" && (name !== "errors" || value))));
+].filter(([name]) => (["run", "set", "source"].includes(name) ? new Set(COLUMNS[name]).size > 1 :
+  (COLUMNS[name] || []).some((value) => value != null && value !== "" && (name !== "errors" || value))));
 const table = { sort: null, down: false, filters: {}, words: "", found: null, rows: [], made: new Map(), chosen: -1, searching: 0 };
 
 const cellText = (name, row) => {

@@ -52,10 +52,10 @@ function drawProfile() {
   if (!profiles.length) return;
   const profile = profiles[Number(byId("profile-step").value)] || profiles[0];
   const rows = [{ name: "driver: phases", spans: profile.phases, tracks: 1 }, ...profile.processes];
-  const title = (row) => plain(row.name) + (row.tracks > 1 ? ", " + row.tracks + " tracks" : "");
+  const title = (row) => plain(row.name) + (row.tracks > 1 ? ", mean of " + row.tracks + " tracks" : "");
   const spans = [...new Set(rows.flatMap((row) => Object.keys(row.spans)))];
   const traces = spans.map((span, order) => ({
-    type: "bar", orientation: "h", name: plain(span), y: rows.map(title), x: rows.map((row) => row.spans[span] || 0), marker: { color: colour(order) },
+    type: "bar", orientation: "h", name: plain(span), y: rows.map(title), x: rows.map((row) => (row.spans[span] || 0) / row.tracks), marker: { color: colour(order) },
     hovertemplate: "%{y}<br>" + plain(span) + ": %{x:.3f} s<extra></extra>",
   }));
   byId("profile-plot").style.height = 140 + 34 * rows.length + "px";
