@@ -33,7 +33,7 @@ SFT := recipes/tiny_moe/sft.yaml $(OF_THIS_RUN) steps=400 sft.batch_conversation
 RL := recipes/tiny_moe/gspo_calculator.yaml $(OF_THIS_RUN) data.train=$(QUICKSTART)/data/train.jsonl data.eval.heldout=$(QUICKSTART)/data/heldout.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu quickstart real-model quickstart-real environments test test-all test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
+.PHONY: help setup setup-gpu quickstart real-model quickstart-real environments test test-all test-browser test-peers test-clients test-gpu test-gpu2 mutation lint format bench lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -135,6 +135,9 @@ test: $(STAMP) ## representative integration tests, then unit tests (about 20 mi
 
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
 	$(BIN)/python -m pytest -m "not gpu" tests/integration tests/unit
+
+test-browser: $(STAMP) ## the page of runs in chromium, every control of it; after make environments (1 minute)
+	$(BIN)/python -m pytest --numprocesses 0 -m browser tests/integration
 
 test-peers: $(STAMP) ## losses and advantages against TRL's and verl's own functions, fetched first (2 minutes)
 	@$(INSTALL) --no-deps --upgrade --target $(VENV)/peers --requirement requirements/peers.txt

@@ -73,12 +73,32 @@ def folder_lock(folder: Path, *, wait_s: float = 0.0, say: Callable[[str], None]
         time.sleep(POLL_S)
 
 
+def holder_of(folder: Path) -> str | None:
+    """The process that holds the folder's lock, as its file names it; None if none does, or if no lock can be read."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return None
+    with os.fdopen(descriptor):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _named_in(descriptor)
+        except OSError:
+            return None
+    return None
+
+
+def _named_in(descriptor: int) -> str:
+    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
+
+
 def _lock(descriptor: int, path: Path, say: Callable[[str], None]) -> str | None:
     """Try to take the lock; returns the other holder, None on success."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
+        return _named_in(descriptor)
     except OSError as error:
         if error.errno not in _CANNOT_LOCK:
             raise

@@ -131,9 +131,16 @@ def report(
         list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are taken as seeds of one run.")
     ],
     out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("curve.png"),
-    title: Annotated[str, typer.Option(help="Title of the figure.")] = "",
+    title: Annotated[str, typer.Option(help="Title of the figure, or of the page.")] = "",
+    html: Annotated[
+        Path | None, typer.Option(help="Write this HTML page of the runs instead, which needs no network.")
+    ] = None,
+    trajectories: Annotated[
+        int | None, typer.Option(help="With --html: largest number of trajectories in the page.", min=1)
+    ] = None,
 ) -> None:
-    """Draw the learning curve of one run, or of several seeds, and print where the time of its steps goes."""
+    """Draw the learning curve of one run, or of several seeds, and print where the time of its steps goes; or write a
+    page of runs."""
     from slimrl.base.output_file import check_output_file
     from slimrl.observability.metrics import read_metrics
     from slimrl.observability.profiling.breakdown import step_profiles
@@ -145,6 +152,11 @@ def report(
     missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
     if missing:
         raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
+    if html is not None:
+        _write_page(runs, html, title, trajectories)
+        return
+    if trajectories is not None:
+        raise ValueError("--trajectories goes with --html.")
     check_output_file("--out", out)
     write_curve([RunFolder(run).metrics for run in runs], out, title)
     console = plain_console()
@@ -154,6 +166,17 @@ def report(
         for profiled in step_profiles(read_spans(run.profile)):
             console.print("", profile_tables(profiled), sep="\n")
     typer.echo(f"curve: {out}")
+
+
+def _write_page(runs: list[Path], html: Path, title: str, trajectories: int | None) -> None:
+    from slimrl.base.output_file import check_output_file
+    from slimrl.observability.page.document import MOST_TRAJECTORIES, write_page
+    from slimrl.observability.units import show_bytes
+
+    check_output_file("--html", html)
+    most = MOST_TRAJECTORIES if trajectories is None else trajectories
+    held = write_page(runs, html, title, most)
+    typer.echo(f"page: {html}, {show_bytes(html.stat().st_size)}, {len(held.parts)} of {held.found} trajectories")
 
 
 def _refuse_early(

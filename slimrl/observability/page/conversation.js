@@ -1,0 +1,160 @@
+// One trajectory: as a conversation, beside its group, or as tokens.
+const FIRST_CHARACTERS = 12000; // of a text, before it is asked for more
+const detail = { view: "conversation", asked: 0 };
+const cachedConversations = new Map();
+
+async function conversationOf(row) {
+  if (!cachedConversations.has(row)) {
+    if (cachedConversations.size > 300) cachedConversations.delete(cachedConversations.keys().next().value);
+    cachedConversations.set(row, await unpacked("c" + row) || { messages: [] });
+  }
+  return cachedConversations.get(row);
+}
+
+const textsOf = (conversation) => ({ messages: conversation.messages, label: conversation.label, error: (conversation.metadata || {}).error });
+
+function setView(view) {
+  detail.view = view;
+}
+
+async function showDetail(row) {
+  const asked = ++detail.asked;
+  const conversation = await conversationOf(row);
+  const hasTokens = byId("t" + row) !== null;
+  const view = detail.view === "tokens" && !hasTokens ? "conversation" : detail.view;
+  const content = view === "tokens" ? tokenView(await unpacked("t" + row)) : view === "group" ? await groupView(row) : conversationView(conversation);
+  if (asked !== detail.asked) return;
+  const views = ["conversation", "tokens", "group"].filter((name) => name !== "tokens" || hasTokens);
+  const buttons = views.map((name) => element("button", { type: "button", "data-view": name, "aria-pressed": String(name === view), click: () => { setView(name); showDetail(row); } }, name));
+  byId("detail").replaceChildren(
+    element("div", { class: "detail-head" }, element("button", { type: "button", title: "previous (k)", click: () => chooseNext(-1) }, "‹"),
+      element("button", { type: "button", title: "next (j)", click: () => chooseNext(1) }, "›"), buttons),
+    detailFacts(row, conversation), content);
+  byId("detail").scrollTop = 0;
+}
+
+function detailFacts(row, conversation) {
+  const value = (name) => (COLUMNS[name] ? COLUMNS[name][row] : null);
+  const parts = (given) => Object.entries(given || {}).map(([name, one]) => name + " " + number(one)).join(", ");
+  const words = [
+    "reward " + number(value("reward")), parts(conversation.rewards), parts(conversation.role_rewards),
+    value("advantage") == null ? "" : "advantage " + number(value("advantage")), value("status"), (value("turns") ?? "–") + (value("turns") === 1 ? " turn" : " turns"),
+    value("tokens") == null ? "" : number(value("tokens")) + " tokens", value("sampled") == null ? "" : number(value("sampled")) + " sampled", value("version") == null ? "" : "version " + value("version"),
+    value("gap") == null ? "" : "largest gap " + number(value("gap"), 3) + " nat",
+  ].filter(Boolean).join(" · ");
+  const error = (conversation.metadata || {}).error;
+  return element("div", {}, element("div", { class: "mono soft id" }, visible(value("id") + "  " + value("group"))), element("div", { class: "hint" }, visible(words)),
+    error ? element("pre", { class: "bad" }, visible(error)) : null,
+    conversation.label == null ? null : element("div", { class: "hint" }, "label ", shortText(typeof conversation.label === "string" ? conversation.label : JSON.stringify(conversation.label))));
+}
+
+// A text with the words that are searched for marked; a long one is shown in parts.
+function longText(text) {
+  const holder = element("pre");
+  let shown = 0;
+  const more = (count) => {
+    const piece = text.slice(shown, shown + count);
+    shown += piece.length;
+    holder.append(...marked(visible(piece)));
+    if (shown < text.length)
+      holder.append(element("button", { type: "button", click: (event) => { event.target.remove(); more(8 * FIRST_CHARACTERS); } },
+        "more: " + number(text.length - shown) + " characters are left"));
+  };
+  more(FIRST_CHARACTERS);
+  return holder;
+}
+
+const shortText = (text) => (text.length < 200 ? element("code", {}, visible(text)) : longText(text));
+
+function marked(text) {
+  const words = table.words.toLowerCase(), lower = text.toLowerCase(), found = [];
+  if (!words || lower.length !== text.length) return [text];
+  let begin = 0;
+  for (let at = lower.indexOf(words); at >= 0; at = lower.indexOf(words, begin)) {
+    found.push(text.slice(begin, at), element("mark", {}, text.slice(at, at + words.length)));
+    begin = at + words.length;
+  }
+  return [...found, text.slice(begin)];
+}
+
+// Words and thinking of a message: thinking has a field of its own, or stands between tags at the begin.
+function saidAndThought(message) {
+  let words = message.content;
+  if (Array.isArray(words)) words = words.map((part) => part.text ?? JSON.stringify(part)).join("\n");
+  words = words == null ? "" : typeof words === "string" ? words : JSON.stringify(words);
+  let thought = message.reasoning_content || message.thinking || message.reasoning || "";
+  const begin = words.indexOf("<think>"), end = words.indexOf("</think>");
+  if (!thought && message.role === "assistant" && end >= 0 && (begin < 0 || words.slice(0, begin).trim() === "")) {
+    thought = words.slice(begin < 0 ? 0 : begin + 7, end);
+    words = words.slice(end + 8);
+  }
+  return [words.trim(), String(thought).trim()];
+}
+
+function callView(call) {
+  const given = call.function || call;
+  const short = typeof given.arguments === "string" ? given.arguments : JSON.stringify(given.arguments);
+  const named = short && short.length > 80 && typeof given.arguments === "object" ? JSON.stringify(given.arguments, null, 1) : short;
+  return element("div", { class: "call" }, element("b", { class: "mono" }, visible(given.name ?? "?")), longText(named ?? ""));
+}
+
+function messageView(message, facts, isOther) {
+  const [words, thought] = saidAndThought(message);
+  const role = ["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "user";
+  const who = [message.role, message.name, message.conversation ? "conversation " + message.conversation : null, ...facts].filter(Boolean);
+  return element("div", { class: "message " + role + (isOther ? " other" : "") },
+    element("div", { class: "who" }, who.map((word) => element("span", {}, visible(word)))),
+    thought ? element("details", {}, element("summary", {}, "thinking, " + number(thought.length) + " characters"), longText(thought)) : null,
+    words ? longText(words) : null, (message.tool_calls || []).map(callView));
+}
+
+function conversationView(conversation) {
+  const { metadata = {}, images = {}, turn_rewards: rewards = [] } = conversation;
+  const environment = metadata.environment || {};
+  const advantages = environment.turn_advantages || [];
+  const first = (conversation.messages.find((message) => message.conversation) || {}).conversation;
+  const prompts = metadata.num_prompt_messages || 0;
+  const made = [];
+  let turn = 0;
+  const image = (number) => (images[number] ? element("img", { src: "data:image/png;base64," + images[number], alt: "state before turn " + number, loading: "lazy" }) : null);
+  conversation.messages.forEach((message, place) => {
+    const facts = [];
+    if (message.role === "assistant" && place >= prompts) {
+      const before = image(turn);
+      if (before) made.push(element("div", { class: "message" }, element("div", { class: "who" }, "what the environment showed before turn " + turn), before));
+      const state = (environment.states || [])[turn];
+      facts.push("turn " + turn, state ? "state " + String(state).slice(0, 40) : null, rewards[turn] == null ? null : "reward of the turn " + number(rewards[turn]),
+        advantages[turn] == null ? null : "advantage " + number(advantages[turn]));
+      turn++;
+    }
+    made.push(messageView(message, facts, message.conversation && message.conversation !== first));
+  });
+  if (images[turn]) made.push(element("div", { class: "message" }, element("div", { class: "who" }, "what the environment showed at the end"), image(turn)));
+  const { error, ...rest } = metadata;
+  return element("div", {}, made, element("details", {}, element("summary", {}, "metadata and state of the environment"), longText(JSON.stringify(rest, null, 2))));
+}
+
+// All trajectories of the chosen one's group, side by side.
+async function groupView(row) {
+  const same = ["run", "step", "set", "group"];
+  const members = [];
+  for (let other = 0; other < NUM_ROWS; other++) if (same.every((name) => COLUMNS[name][other] === COLUMNS[name][row])) members.push(other);
+  const rewards = members.map((one) => COLUMNS.reward[one]).filter((value) => value != null);
+  const scale = Math.max(1e-9, ...members.map((one) => Math.abs(COLUMNS.advantage[one] ?? 0)));
+  const mean = rewards.length ? rewards.reduce((sum, value) => sum + value, 0) / rewards.length : null;
+  const cards = await Promise.all(members.map(async (one) => {
+    const conversation = await conversationOf(one), advantage = COLUMNS.advantage[one];
+    const said = conversation.messages.slice((conversation.metadata || {}).num_prompt_messages || 1);
+    const width = 50 * Math.abs(advantage ?? 0) / scale;
+    return element("div", { class: "member" + (one === row ? " chosen" : "") },
+      element("button", { type: "button", click: () => { setView("conversation"); choose(one); } }, "open"),
+      element("div", {}, "reward " + number(COLUMNS.reward[one]) + (advantage == null ? "" : ", advantage " + number(advantage))),
+      advantage == null ? null : element("div", { class: "bar", title: "advantage" }, element("i", { style: "width:" + width + "%;left:" + (advantage < 0 ? 50 - width : 50) + "%;background:var(--" + (advantage < 0 ? "bad" : "good") + ")" })),
+      element("div", { class: "hint" }, COLUMNS.status[one] + ", " + (COLUMNS.turns[one] ?? "–") + " turns, " + number(COLUMNS.tokens[one]) + " tokens"),
+      said.map((message) => messageView(message, [], false)));
+  }));
+  const prompt = (await conversationOf(row)).messages.slice(0, ((await conversationOf(row)).metadata || {}).num_prompt_messages || 1);
+  return element("div", {}, prompt.map((message) => messageView(message, [], false)),
+    element("p", { class: "hint" }, members.length + (members.length === 1 ? " trajectory of the group is" : " trajectories of the group are") + " on this page; mean reward " + number(mean)),
+    element("div", { class: "group" }, cards));
+}

@@ -1,0 +1,154 @@
+// Curves of the metrics: one panel each, drawn when it comes into view.
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+const curveSettings = { smoothing: 0, band: true };
+const drawnPanels = new Map(); // element of a figure -> its panel
+const families = [...new Set(RUNS.map((run) => run.family))];
+const panelWatcher = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => {
+  panelWatcher.unobserve(entry.target);
+  drawPanel(entry.target);
+}), { rootMargin: "300px" });
+
+// [steps, values] of a metric where it was measured.
+function measured(run, metric) {
+  const values = run.curves[metric] || [], pairs = [[], []];
+  values.forEach((value, place) => {
+    if (value != null) { pairs[0].push(run.curves.step[place]); pairs[1].push(value); }
+  });
+  return pairs;
+}
+
+// Exponential moving average, begun at the first value.
+function smoothed(values, weight) {
+  let mean = values[0];
+  return values.map((value) => (mean = weight * mean + (1 - weight) * value));
+}
+
+// Mean, smallest and largest of several curves at each step that all of them have.
+function acrossSeeds(curves) {
+  const maps = curves.map(([steps, values]) => new Map(steps.map((step, place) => [step, values[place]])));
+  const steps = curves[0][0].filter((step) => maps.every((one) => one.has(step)));
+  const at = (step) => maps.map((one) => one.get(step));
+  return { steps, mean: steps.map((step) => at(step).reduce((sum, value) => sum + value, 0) / maps.length),
+    low: steps.map((step) => Math.min(...at(step))), high: steps.map((step) => Math.max(...at(step))) };
+}
+
+function withAlpha(hex, alpha) {
+  return "rgba(" + [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",") + "," + alpha + ")";
+}
+
+const familyName = (family) => {
+  const runs = RUNS.filter((run) => run.family === family);
+  return plain(runs[0].name) + (runs.length === 1 ? "" : " and " + (runs.length - 1) + " more");
+};
+
+// Traces of one metric of one family of runs.
+function curveTraces(metric, family, tint, dash, label) {
+  const runs = RUNS.filter((run) => run.family === family && measured(run, metric)[0].length);
+  if (!runs.length) return [];
+  const { smoothing, band } = curveSettings;
+  const raw = runs.map((run) => measured(run, metric));
+  const curves = raw.map(([steps, values]) => [steps, smoothing ? smoothed(values, smoothing) : values]);
+  const line = { color: tint, dash, width: 1.8 };
+  const few = raw[0][0].length <= 60;
+  const hover = (name) => "step %{x}: %{y:.5g}<extra>" + name.replace(/[<>&]/g, " ") + "</extra>";
+  const common = { type: "scatter", line, marker: { size: 4, color: tint }, mode: few ? "lines+markers" : "lines" };
+  if (band && runs.length > 1) {
+    const { steps, mean, low, high } = acrossSeeds(curves);
+    const edge = { type: "scatter", mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, x: steps };
+    return [{ ...edge, y: low }, { ...edge, y: high, fill: "tonexty", fillcolor: withAlpha(tint, 0.18) },
+      { ...common, x: steps, y: mean, name: label + ", mean of " + runs.length, hovertemplate: hover(label + ", mean"), meta: runs[0].name }];
+  }
+  return runs.flatMap((run, place) => {
+    const own = runs.length > 1 ? label + " " + plain(run.name) : label;
+    const faint = smoothing ? [{ type: "scatter", mode: "lines", x: raw[place][0], y: raw[place][1], line: { color: withAlpha(tint, 0.25), width: 1 },
+      hoverinfo: "skip", showlegend: false }] : [];
+    return [...faint, { ...common, x: curves[place][0], y: curves[place][1], name: own, hovertemplate: hover(own), showlegend: place === 0, meta: run.name }];
+  });
+}
+
+// Of one family a colour is a metric; of several it is a family, as the legend above says, and a dash is a metric.
+function panelTraces(panel) {
+  if (families.length === 1) return panel.metrics.flatMap((metric, place) => curveTraces(metric, families[0], colour(place), "solid", plain(metric)));
+  const dash = (place) => DASHES[place % DASHES.length];
+  const traces = families.flatMap((family, order) => panel.metrics.flatMap((metric, place) =>
+    curveTraces(metric, family, colour(order), dash(place), familyName(family) + ": " + plain(metric)).map((trace) => ({ ...trace, showlegend: false }))));
+  const keys = panel.metrics.length < 2 ? [] : panel.metrics.map((metric, place) => ({
+    type: "scatter", mode: "lines", x: [null], y: [null], name: plain(metric), line: { color: cssColour("--soft"), dash: dash(place), width: 1.8 }, hoverinfo: "skip" }));
+  return [...traces, ...keys];
+}
+
+function drawPanel(target) {
+  const panel = drawnPanels.get(target);
+  const traces = panelTraces(panel);
+  const names = traces.filter((trace) => trace.showlegend !== false && trace.name).length;
+  const layout = figureLayout({
+    xaxis: { nticks: 8, tickformat: "d", range: stepRange() },
+    yaxis: { type: panel.log ? "log" : "linear", rangemode: panel.zero && !panel.log ? "tozero" : "normal", exponentformat: "power" },
+    showlegend: names > 1 && names <= 12, hovermode: "x",
+  });
+  Plotly.react(target, traces, layout, FIGURE);
+  if (!target.dataset.listens) {
+    target.dataset.listens = "yes";
+    target.on("plotly_click", (event) => showStep(event.points[0].data.meta, event.points[0].x));
+  }
+}
+
+function stepRange() {
+  const steps = RUNS.flatMap((run) => run.curves.step || []);
+  const low = Math.min(...steps), high = Math.max(...steps), room = Math.max(0.5, 0.03 * (high - low));
+  return [low - room, high + room];
+}
+
+function panelCard(panel) {
+  const target = element("div", { class: "plot" });
+  const button = element("button", { type: "button", "aria-pressed": String(panel.log), title: "logarithmic scale", click: () => {
+    panel.log = !panel.log;
+    button.setAttribute("aria-pressed", String(panel.log));
+    drawPanel(target);
+  } }, "log");
+  const card = element("div", { class: "card panel", "data-find": (panel.title + " " + panel.metrics.join(" ")).toLowerCase(), title: panel.metrics.join("\n") },
+    element("div", { class: "panel-head" }, element("h2", {}, panel.title, panel.unit ? element("span", { class: "unit" }, panel.unit) : null), button), target);
+  drawnPanels.set(target, panel);
+  panelWatcher.observe(target);
+  return card;
+}
+
+function redrawPanels() {
+  for (const target of drawnPanels.keys()) if (target.dataset.listens) drawPanel(target);
+}
+
+function filterPanels(words) {
+  for (const card of byId("panels").children) card.hidden = !card.dataset.find.includes(words.toLowerCase());
+}
+
+// Show the panel of a metric; one that no panel has is added.
+function findPanel(metric) {
+  if (!DATA.panels.some((panel) => panel.metrics.includes(metric))) addPanel(metric);
+  byId("find-panel").value = metric;
+  filterPanels(metric);
+}
+
+function addPanel(metric) {
+  const panel = { title: metric, metrics: [metric], unit: "", log: false, zero: false };
+  DATA.panels.push(panel);
+  byId("panels").prepend(panelCard(panel));
+}
+
+function drawCurves() {
+  byId("run-legend").replaceChildren(...(families.length > 1 ? families.map((family, order) => element("span", {},
+    element("span", { class: "swatch", style: "background:" + colour(order) }), visible(familyName(family)))) : []));
+  byId("panels").replaceChildren(...DATA.panels.map(panelCard));
+  const known = new Set(DATA.panels.flatMap((panel) => panel.metrics));
+  const others = [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => name !== "step" && !known.has(name)).sort();
+  fillSelect(byId("add-metric"), [["", "another metric …"], ...others.map((name) => [name, name])]);
+  byId("add-metric").addEventListener("change", (event) => { if (event.target.value) addPanel(event.target.value); event.target.value = ""; });
+  byId("smoothing").addEventListener("input", (event) => {
+    curveSettings.smoothing = Number(event.target.value);
+    byId("smoothing-value").textContent = event.target.value;
+    redrawPanels();
+  });
+  byId("band").addEventListener("change", (event) => { curveSettings.band = event.target.checked; redrawPanels(); });
+  byId("band").parentElement.hidden = families.length === RUNS.length;
+  byId("find-panel").addEventListener("input", (event) => filterPanels(event.target.value));
+  repaints.push(redrawPanels);
+}

@@ -1,0 +1,105 @@
+// State of the runs, what asks for a look, the recipe against its base, model, versions and hardware.
+const STATE_CLASS = { running: "warn", complete: "good", failed: "bad", preempted: "warn" };
+
+// Metrics whose last values say most of a run.
+const HEADLINES = [/^reward\/mean$/, /^sft\/loss$/, /^eval\/[^/]+\/(accuracy|reward_mean)$/, /^rollout\/zero_variance_fraction$/, /^policy\/entropy$/,
+  /^mismatch\/logprob_abs_mean$/, /^policy\/grad_norm$/, /^time\/step_s$/];
+
+function stateBadge(run) {
+  return element("span", { class: "badge " + (STATE_CLASS[run.state.word] || "bad") }, run.state.word);
+}
+
+function facts(pairs) {
+  return element("dl", { class: "facts" }, pairs.filter(([, value]) => value != null && value !== "").flatMap(([name, value]) => [
+    element("dt", {}, name), element("dd", {}, typeof value === "string" ? visible(value) : value)]));
+}
+
+function lastValue(run, name) {
+  const values = (run.curves[name] || []).filter((value) => value != null);
+  return values.length ? values[values.length - 1] : null;
+}
+
+// Whether a mean reward of an evaluation is its accuracy too.
+const repeatsAccuracy = (run, name) => name.endsWith("/reward_mean") && run.curves[name.replace("reward_mean", "accuracy")] !== undefined;
+
+function tiles(run) {
+  const named = HEADLINES.flatMap((pattern) => Object.keys(run.curves).filter((name) => pattern.test(name)));
+  return element("div", { class: "tiles" }, named.filter((name) => lastValue(run, name) != null && !repeatsAccuracy(run, name)).map((name) => {
+    // An evaluation before the first step is a step 0, which has a time too.
+    const values = run.curves[name].filter((value, place) => value != null && (run.curves.step[place] > 0 || name.startsWith("eval/")));
+    return element("div", { class: "tile" }, element("span", {}, name), element("b", {}, number(values[values.length - 1])),
+      element("span", {}, "at first " + number(values[0])));
+  }));
+}
+
+function findingList(run) {
+  if (!run.findings.length) return element("p", { class: "hint" }, "No metric asks for a look.");
+  return element("div", { class: "findings" }, run.findings.map((one) => element("div", { class: "finding" },
+    element("a", { href: "#curves", click: () => findPanel(one.metric) }, one.metric), " " + one.says, element("br"),
+    "Perhaps: " + one.cause + ". To do: ", element("span", { class: "mono" }, one.advice),
+    element("div", { class: "hint" }, "docs/debugging.md#" + one.anchor))));
+}
+
+function settingsTable(run) {
+  const kinds = ["command line", "recipe", "base", "default"];
+  const shown = new Set(["command line", "recipe"]);
+  const body = element("tbody");
+  const draw = () => body.replaceChildren(...run.settings.filter((row) => shown.has(row.kind)).map((row) => element("tr", {},
+    element("td", { class: "mono key" }, visible(row.key)), element("td", { class: "mono" }, visible(row.value)),
+    element("td", { class: "mono soft" }, row.default == null ? "–" : row.default === row.value ? "the same" : visible(row.default)),
+    element("td", { class: "soft" }, visible(row.from)))));
+  draw();
+  const count = (kind) => run.settings.filter((row) => row.kind === kind).length;
+  const boxes = kinds.map((kind) => element("label", {}, element("input", { type: "checkbox", checked: shown.has(kind), change: (event) => {
+    shown[event.target.checked ? "add" : "delete"](kind); draw();
+  } }), kind + " (" + count(kind) + ")"));
+  return [element("div", { class: "controls" }, boxes), element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, ["setting", "value", "default", "from"].map((title) => element("th", {}, title)))), body))];
+}
+
+function runCard(run) {
+  const { state, duration, model, machine } = run;
+  const modelText = Object.entries(model).filter(([name]) => name !== "path").map(([name, value]) => name + " " + value).join(", ");
+  const packages = Object.entries(machine.packages || {}).filter(([, version]) => version).map(([name, version]) => name + " " + version).join(", ");
+  const git = machine.git && machine.git.commit ? machine.git.commit.slice(0, 12) + (machine.git.dirty ? ", with changes" : "") : null;
+  return element("div", { class: "card" },
+    element("h2", {}, element("span", { class: "swatch", style: "background:" + colour(run.family) }), visible(run.name) + " ", stateBadge(run),
+      " step " + state.step + " of " + state.steps),
+    state.cause ? element("pre", { class: state.word === "failed" ? "bad" : "soft" }, visible(state.cause)) : null,
+    tiles(run),
+    element("h3", {}, "To look at"), findingList(run),
+    element("h3", {}, "Run"),
+    facts([["folder", run.path], ["begun", duration.begun], ["last step at", duration.last],
+      ["time in steps", seconds(duration.steps_s) + (duration.eval_s ? ", in evaluations " + seconds(duration.eval_s) : "")],
+      ["starts", duration.starts > 1 ? String(duration.starts) : null], ["model", model.path], ["", modelText],
+      ["machine", machine.host ? machine.host.name + ", " + machine.host.cpus + " CPUs, " + machine.platform : null],
+      ["versions", packages ? packages + ", Python " + machine.python : null], ["commit", git],
+      ["command", machine.command ? element("code", {}, visible(machine.command.join(" "))) : null]]),
+    element("details", { open: RUNS.length === 1 }, element("summary", {}, "recipe against its base"), settingsTable(run)),
+    state.log ? element("details", {}, element("summary", {}, "end of logs/driver.log"), element("pre", { class: "mono" }, visible(state.log))) : null);
+}
+
+function differenceCard() {
+  if (!DATA.differences.length) return null;
+  return element("details", { class: "card", open: DATA.differences.length <= 12 }, element("summary", {}, "settings in which the runs differ: " + DATA.differences.length), element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, element("th", {}, "setting"), RUNS.map((run) => element("th", {}, visible(run.name))))),
+    element("tbody", {}, DATA.differences.map((row) => element("tr", {}, element("td", { class: "mono key" }, visible(row.key)),
+      row.values.map((value) => element("td", { class: "mono" }, value == null ? "–" : visible(value)))))))));
+}
+
+// The last values of several runs, side by side.
+function comparisonCard() {
+  if (RUNS.length === 1) return null;
+  const names = HEADLINES.flatMap((pattern) => [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => pattern.test(name)));
+  const shown = names.filter((name) => RUNS.some((run) => lastValue(run, name) != null && !repeatsAccuracy(run, name))).slice(0, 9);
+  return element("div", { class: "card" }, element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, ["run", "state", "step"].map((title) => element("th", {}, title)), shown.map((name) => element("th", { class: "number" }, visible(name).replaceAll("/", "/\u200b").replaceAll("_", "_\u200b"))))),
+    element("tbody", {}, RUNS.map((run) => element("tr", {}, element("td", { class: "whole" }, element("span", { class: "swatch", style: "background:" + colour(run.family) }), visible(run.name)),
+      element("td", {}, stateBadge(run)), element("td", { class: "number" }, run.state.step + " of " + run.state.steps),
+      shown.map((name) => element("td", { class: "number" }, number(lastValue(run, name))))))))));
+}
+
+function drawOverview() {
+  byId("part-overview").replaceChildren(...[comparisonCard(), ...RUNS.map(runCard), differenceCard(),
+    element("p", { class: "hint" }, "Made " + DATA.made + " by slimrl report --html.")].filter(Boolean));
+}

@@ -1,0 +1,135 @@
+"""Opens a page of runs in chromium, uses it, and prints what was seen: `drive_page.py FILE WIDTH SCHEME CONTROLS`.
+
+With `all` as CONTROLS every control is used; else parts and trajectories are looked at.
+
+It runs in the virtual environment of miniwob, which has playwright.
+"""
+
+import json
+import shutil
+import sys
+
+from playwright.sync_api import sync_playwright
+
+PARTS = ("overview", "curves", "time", "trajectories", "experts")
+CONTROLS = "button, select, input, summary"
+
+
+def use(page, control) -> None:
+    """Use a control as its kind is used, if it is there and seen."""
+    if not control.is_visible():
+        return
+    kind = control.evaluate("one => one.type || one.tagName")
+    if kind == "select-one":
+        for value in control.evaluate("one => [...one.options].map((option) => option.value)"):
+            control.select_option(value)
+        control.select_option(index=0)
+    elif kind == "range":
+        for name in ("max", "min"):
+            control.evaluate(f"one => {{ one.value = one.{name}; one.dispatchEvent(new Event('input')); }}")
+    elif kind == "search":
+        control.fill("play")
+        page.wait_for_timeout(350)
+        control.fill("")
+        page.wait_for_timeout(350)
+    else:
+        control.click()
+
+
+def use_all(page, within: str) -> int:
+    """Use the controls of a part, also those that appear meanwhile; returns how many there were."""
+    used = 0
+    while used < len(controls := page.query_selector_all(f"{within} :is({CONTROLS})")) and used < 80:
+        if controls[used].evaluate("one => one.isConnected"):
+            use(page, controls[used])
+        used += 1
+    return used
+
+
+def main() -> None:
+    file, width, scheme = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    seen: dict = {"errors": [], "requests": [], "used": {}}
+    with sync_playwright() as playwright:
+        # It may reach no host, so that a request fails even if it is not seen.
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"),
+            args=["--no-sandbox", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND"],
+        )
+        page = browser.new_context(viewport={"width": width, "height": 850}, color_scheme=scheme).new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda said: seen["errors"].append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: seen["errors"].append(str(error)))
+        page.on("request", lambda asked: seen["requests"].append(asked.url[:200]))
+        page.goto(f"file://{file}")
+        seen["theme"] = page.evaluate("document.documentElement.dataset.theme")
+        for part in PARTS:
+            page.evaluate(f"location.hash = '#{part}'")
+            page.wait_for_timeout(300)
+            if sys.argv[4] == "all":
+                seen["used"][part] = use_all(page, f"#part-{part}")
+            seen.setdefault("too_wide", {})[part] = page.evaluate(
+                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            )
+        page.click("#theme")
+        seen["theme_after"] = page.evaluate("document.documentElement.dataset.theme")
+
+        page.evaluate("location.hash = '#trajectories'")
+        page.click("#clear-filters")
+        page.click("#table-body .row >> nth=0")
+        page.wait_for_selector("[data-view=conversation]")
+        page.keyboard.press("j")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("k")
+        page.wait_for_timeout(200)
+        seen["row"] = page.evaluate("location.hash")
+        page.click("[data-view=conversation]")
+        page.evaluate("location.hash = '#trajectories/1'")
+        page.wait_for_timeout(400)
+        page.evaluate("document.querySelectorAll('#detail details').forEach((one) => { one.open = true; })")
+        seen["conversation"] = page.inner_text("#detail")
+        page.click("[data-view=tokens]")
+        page.wait_for_selector(".tokens span")
+        seen["tokens"] = page.evaluate("[...document.querySelectorAll('.tokens span')].map((one) => one.textContent)")
+        tints = "new Set([...document.querySelectorAll('.tokens span')].map((one) => one.style.backgroundColor)).size"
+        names = page.evaluate("[...document.querySelectorAll('#quantity option')].map((one) => one.value)")
+        seen["tints"] = {}
+        for name in names:
+            page.select_option("#quantity", name)
+            seen["tints"][name] = page.evaluate(tints)
+        page.click(".tokens span >> nth=30")
+        seen["token"] = page.inner_text(".token-info")
+        page.click("[data-view=group]")
+        page.wait_for_selector(".member")
+        seen["members"] = page.evaluate("document.querySelectorAll('.member').length")
+        page.click("#largest-gaps")
+        page.wait_for_timeout(300)
+        seen["first_gap"] = page.evaluate("Number(document.querySelector('#table-body .row').dataset.row)")
+        page.fill("#search", "<svg/onload=window.harmed=1>")
+        for _ in range(100):
+            page.wait_for_timeout(100)
+            seen["found"] = page.inner_text("#counts")
+            if "searching" not in seen["found"]:
+                break
+        page.wait_for_timeout(500)
+        seen["found"] = page.inner_text("#counts")
+        page.evaluate("location.hash = '#curves'")
+        page.fill("#find-panel", "entropy")
+        page.wait_for_timeout(600)
+        point = page.locator("#panels .card:not([hidden]) .scatterlayer .points path").nth(1)
+        seen["panels"] = page.evaluate("document.querySelectorAll('#panels .card:not([hidden])').length")
+        box = point.bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.wait_for_timeout(300)
+        seen["hover"] = page.evaluate(
+            "[...document.querySelectorAll('.hoverlayer text')].map((one) => one.textContent)"
+        )
+        page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.wait_for_timeout(500)
+        seen["step"] = page.evaluate("document.getElementById('filter-step').value")
+        seen["harmed"] = page.evaluate("window.harmed === undefined ? 0 : window.harmed")
+        seen["elements"] = page.evaluate("document.querySelectorAll('img[onerror], iframe, svg[onload], b b').length")
+        browser.close()
+    print(json.dumps(seen))
+
+
+main()
