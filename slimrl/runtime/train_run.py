@@ -9,7 +9,7 @@ from typing import Any
 
 from slimrl.agent.roles.player import plays_past
 from slimrl.algorithms.selection import Selection
-from slimrl.base.errors import StepDropped
+from slimrl.base.errors import RunError, StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import RUN_EVALUATION
@@ -120,6 +120,17 @@ class TrainRun(Run):
             self.progress.say("the groups that the run had begun beside its steps are left out: rollout.mode is sync")
             saved = None
         self._service.start(self.state.step, self.state.weight_version, saved)
+
+    @contextmanager
+    def next_step(self) -> Iterator[Step]:
+        """As in every run. The trajectories of a step that ends the run are recorded too."""
+        with super().next_step() as step:
+            try:
+                yield step
+            except RunError:
+                self._recording.write_step()
+                self._recording.finish()
+                raise
 
     def rollout(self, step: Step) -> Selection:
         """What the step trains on: of the trajectories of the next prompts, and of those that replace zero-variance

@@ -6,6 +6,7 @@ The stages are fakes that write down their calls; steps, metrics, checkpoints an
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -478,6 +479,42 @@ def test_what_a_rollout_earned_is_measured_and_sampled_as_the_recipe_says(tmp_pa
     batch = ["a trajectory"]
     assert seen == [("figures", batch, 0.002), ("samples", folder.sample_file(1), batch, {}, 3)]
     assert lines(folder)[1]["rollout/tokens"] == 5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_s_trajectories_are_recorded_after_its_updates_also_where_these_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    stages = Stages()
+
+    class Recording:
+        def __init__(self, settings, folder, task, step, say):
+            assert (settings.recorded_trajectories_per_step, folder.path.name, step) == (0, "run", 0)
+
+        def choose(self, step, batch):
+            stages.calls.append(f"choose of {step.number}")
+
+        def write_step(self):
+            stages.calls.append("write")
+
+        def finish(self):
+            stages.calls.append("written")
+
+    train_well = stages.train
+
+    def learn(step, updates):
+        train_well(step, updates)
+        if fails:
+            raise RunError("trainer and engines disagree")
+
+    monkeypatch.setattr(stages, "train", learn)
+    monkeypatch.setattr(train_run, "Recording", Recording)
+    with pytest.raises(RunError) if fails else nullcontext():
+        play(recipe_of(1), stages, tmp_path)
+    calls = stages.calls[stages.calls.index("choose of 1") :]
+    assert calls[:5] == ["choose of 1", "prepare", "logprobs", "train", "write"]
+    assert calls[5:6] == (["written"] if fails else ["resync 1"])
+    assert calls.count("written") == 1
 
 
 class Beside:
