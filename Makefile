@@ -123,7 +123,7 @@ $(QUICKSTART_REAL)/data: | $(STAMP)
 	@rm $@.partial.log && mv $@.partial $@
 
 # Those that the tests play: the others' packages compile for minutes (alfworld).
-ENVIRONMENTS := bfcl textworld open_spiel software_repair $(if $(shell command -v chromium),miniwob) $(if $(shell command -v java),textworld_express) \
+ENVIRONMENTS := bfcl textworld open_spiel textarena software_repair $(if $(shell command -v chromium),miniwob) $(if $(shell command -v java),textworld_express) \
 	$(if $(shell command -v docker || command -v podman),swe_bench)
 
 environments: $(STAMP) ## virtual environments of the environments that others made, for their tests, which are skipped without (docs/environments.md)

@@ -27,6 +27,7 @@ from slimrl.data.trajectory import Trajectory
 from slimrl.engines.engine_key import EngineKey
 from slimrl.observability.progress import Progress
 from slimrl.rollout.task.task import load_task
+from slimrl.runtime.cluster.processes import Processes
 from slimrl.runtime.start import logs_of_command, prepare, rollout_stage, started
 
 WAYS = ("agent loop", "bare")
@@ -49,7 +50,7 @@ def measure(repeats: int, extra: Sequence[str]) -> list[dict[str, float]]:
             engines = processes.engines
             assert engines is not None
             urls = [address.url for address in engines.addresses]
-            with rollout_stage(loaded, task, engines, progress) as stage:
+            with rollout_stage(loaded, task, Processes(engines=engines, trainers=None), progress) as stage:
                 for number in range(repeats + 1):
                     engines.flush_caches()
                     begin = time.perf_counter()

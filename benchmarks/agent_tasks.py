@@ -23,7 +23,8 @@ from slimrl.observability.metrics import read_metrics
 from slimrl.observability.report import write_curve
 from slimrl.observability.run_folder import RunFolder
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+BENCHMARKS = Path(__file__).parent
+RECIPES = BENCHMARKS.parent / "recipes"
 SFT = RECIPES / "tiny_moe" / "sft.yaml"
 
 
@@ -31,21 +32,38 @@ SFT = RECIPES / "tiny_moe" / "sft.yaml"
 class Task:
     recipe: str
     """File of GSPO's recipe, in recipes/"""
-    data: tuple[str, ...]
-    """Words of the `slimrl-tools` command that writes the data, without the folder"""
+    program: tuple[str, ...] = ("-m", "slimrl_tools.cli")
+    """What Python runs to write the data"""
+    data: tuple[str, ...] = ()
+    """Its words, without the folder"""
+    heldout: int = 256
     heldout_option: str = "--heldout"
+    conversations_option: str = ""
+    """Empty where the words above say how many demonstrations there are"""
     words: str = "sft.jsonl"
     """File of the data whose words become tokens"""
     sft_updates: int
     """Updates of the cold start"""
+    max_position: int = 1024
+    """Positions of the toy, at least `rollout.max_trajectory_tokens` of the recipe"""
 
 
 TASKS = {
     "python": Task(
-        recipe="tiny_moe/gspo_python.yaml", data=("python-data",), heldout_option="--num-heldout", sft_updates=600
+        recipe="tiny_moe/gspo_python.yaml", data=("python-data",), heldout_option="--num-heldout",
+        conversations_option="--num-conversations", sft_updates=600,
     ),
     "search": Task(
-        recipe="tiny_moe/gspo_search.yaml", data=("search-data",), heldout_option="--num-heldout", sft_updates=1600
+        recipe="tiny_moe/gspo_search.yaml", data=("search-data",), heldout_option="--num-heldout",
+        conversations_option="--num-conversations", sft_updates=1600,
+    ),
+    "synthesis": Task(
+        recipe="tiny_moe/gspo_synthesis.yaml", program=(str(BENCHMARKS / "synthesis_data.py"),), heldout=48,
+        conversations_option="--conversations", sft_updates=1600,
+    ),
+    "proposer": Task(
+        recipe="tiny_moe/gspo_proposer.yaml", data=("proposer-data",), heldout=96, heldout_option="--num-heldout",
+        conversations_option="--num-conversations", sft_updates=800,
     ),
     "bfcl": Task(
         recipe="tiny_moe/gspo_bfcl.yaml",
@@ -80,6 +98,17 @@ TASKS = {
         ),
         words="words.txt",
         sft_updates=200,
+        max_position=2048,
+    ),
+    "textarena": Task(
+        recipe="tiny_moe/gspo_textarena.yaml",
+        data=(
+            "environment", "data", "textarena", "--num", "600", "--set", "games=Nim-v0",
+            "--set", "demonstrations=2000",
+        ),
+        words="words.txt",
+        sft_updates=300,
+        max_position=2048,
     ),
     "textworld": Task(
         recipe="tiny_moe/gspo_textworld.yaml",
@@ -116,15 +145,14 @@ def learn(
     task = TASKS[name]
     data, model, sft = folder / "data", folder / "model", RunFolder(folder / "sft")
     if not data.is_dir():
-        run_module("slimrl_tools.cli", *task.data, str(data), "--seed", str(seed), *counts)
+        _run(*task.program, *task.data, str(data), "--seed", str(seed), *counts)
     if not model.is_dir():
-        run_module(
-            "slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), "--seed", str(seed)
-        )
+        size = ["--max-position", str(task.max_position), "--seed", str(seed)]
+        run_module("slimrl_tools.cli", "toy", "qwen3_moe", str(model), "--text", str(data / task.words), *size)
     shared = [f"run.dir={folder}", "tracking.wandb=disabled", f"seed={seed}"]
     if not sft.export.is_dir():
         cold_start = [
-            f"steps={sft_updates}", "sft.max_tokens=512", "checkpoint.every_steps=50", "checkpoint.keep=1",
+            f"steps={sft_updates}", "sft.max_tokens=1024", "checkpoint.every_steps=50", "checkpoint.keep=1",
             "trainer.num_ranks=1", "trainer.parallel.expert=1", "trainer.max_tokens_per_rank=4096",
             f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
         ]  # fmt: skip
@@ -132,7 +160,8 @@ def learn(
     gspo = RunFolder(folder / "gspo")
     if not gspo.export.is_dir():
         files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
-        if name == "search":
+        files += [f"data.more.{file.stem}={file}" for file in sorted(data.glob("level_*.jsonl"))]
+        if (data / "corpus.jsonl").is_file():
             files.append(f"agent.tool_args.corpus={data / 'corpus.jsonl'}")
         checkpoints = ["checkpoint.every_steps=4", "checkpoint.keep=1"]
         recipe = str(RECIPES / task.recipe)
@@ -143,7 +172,12 @@ def learn(
 
 def run_module(module: str, *arguments: str) -> None:
     """Raises CalledProcessError or TimeoutExpired."""
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True, timeout=COMMAND_TIMEOUT_S)
+    _run("-m", module, *arguments)
+
+
+def _run(*words: str) -> None:
+    """Raises CalledProcessError or TimeoutExpired."""
+    subprocess.run([sys.executable, *words], check=True, timeout=COMMAND_TIMEOUT_S)
 
 
 def main() -> None:
@@ -154,15 +188,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="the curve")
     parser.add_argument("--plot", type=Path, help="PNG of the curve")
     parser.add_argument("--sft-updates", type=int, help="of the cold start")
-    parser.add_argument("--problems", type=int, default=256, help="held-out questions")
-    parser.add_argument("--conversations", type=int, help="demonstrations of python and search")
+    parser.add_argument("--problems", type=int, help="held-out questions")
+    parser.add_argument("--conversations", type=int, help="demonstrations of python, search, synthesis and proposer")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="further settings of GSPO")
     options = parser.parse_intermixed_args()
     folder = options.folder or Path("runs/agent_tasks") / f"{options.task}_{options.seed}"
     task = TASKS[options.task]
-    counts = [task.heldout_option, str(options.problems)]
-    if options.conversations is not None and task.data[0] != "environment":
-        counts += ["--num-conversations", str(options.conversations)]
+    counts = [task.heldout_option, str(options.problems or task.heldout)]
+    if options.conversations is not None and task.conversations_option:
+        counts += [task.conversations_option, str(options.conversations)]
     run = learn(options.task, folder, options.seed, options.sft_updates or task.sft_updates, counts, options.settings)
     metrics = read_metrics(run.metrics)
     curve = [(step["step"], step[HELDOUT]) for step in metrics if HELDOUT in step]

@@ -84,6 +84,7 @@ def task_of(recipe: Recipe) -> Task:
         agent=None,
         summary_rule=None,
         players={},
+        search=None,
         subagents={},
         rewards=rewards,
         group_filters=[],

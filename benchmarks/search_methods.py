@@ -1,6 +1,6 @@
 """What searching an episode's steps earns for its tokens, and what is learned from its paths.
 
-`python benchmarks/search_methods.py textworld --folder FOLDER`, with the folder of `benchmarks/agent_tasks.py textworld`.
+`python benchmarks/search_methods.py textworld --folder FOLDER`, with the folder of `agent_tasks.py textworld`.
 
 1. The policy of the cold start is evaluated on the held-out questions: greedy, by one sample, and by each search.
 2. For as many training questions, paths of a search and samples of about as many tokens are kept if they have the full

@@ -25,16 +25,21 @@ def calculator(expression: str) -> str:
     Args:
         expression: Arithmetic.
     """
+    value = exact_value(expression)
+    if value.denominator == 1:
+        return str(value.numerator)
+    return str(DECIMALS.divide(Decimal(value.numerator), Decimal(value.denominator)))
+
+
+def exact_value(expression: str) -> Fraction:
+    """Raises ToolError: it is no arithmetic, or too large."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression is longer than {MAX_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ToolError("invalid expression") from error
-    value = _evaluate(tree.body, expression)
-    if value.denominator == 1:
-        return str(value.numerator)
-    return str(DECIMALS.divide(Decimal(value.numerator), Decimal(value.denominator)))
+    return _evaluate(tree.body, expression)
 
 
 def _evaluate(node: ast.expr, expression: str) -> Fraction:

@@ -47,6 +47,10 @@ class Observation:
     role: str = ""
     """In an environment of several roles the one that the messages are for, and whose turn is next; `messages` and
     `tools` begin its conversation where it has none"""
+    group: str = ""
+    """Name that roles of this episode share which are compared with each other alone, such as several that solve one
+    task; read where a role's conversation begins. Empty to compare a role with the same one of the prompt's other
+    episodes."""
     reward: float | None = None
     """Reward of the turn that is answered"""
     role_rewards: Mapping[str, float] = field(default_factory=dict)

@@ -235,6 +235,8 @@ class EnvironmentHost:
         role = observation.role
         if not isinstance(role, str) or (role and not ROLE_NAME.fullmatch(role)):
             raise EnvironmentFailure(f"{self._name}: {name}: role must be {ROLE_NAME_RULE}, not {role!r}")
+        if observation.group and not (isinstance(observation.group, str) and ROLE_NAME.fullmatch(observation.group)):
+            raise EnvironmentFailure(f"{self._name}: {name}: group must be {ROLE_NAME_RULE}, not {observation.group!r}")
         image = observation.image
         if image is not None and not (isinstance(image, bytes) and image.startswith(PNG)):
             raise EnvironmentFailure(f"{self._name}: {name}: image must be the bytes of a PNG")

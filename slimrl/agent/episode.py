@@ -21,6 +21,7 @@ from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observ
 from slimrl.agent.environment_host import EnvironmentHost
 from slimrl.agent.isolation.server import EnvironmentServer
 from slimrl.agent.roles.conversations import AnyConversation, Conversations
+from slimrl.agent.roles.past_conversation import PastConversation
 from slimrl.agent.roles.player import Player, player_of
 from slimrl.agent.roles.player_conversation import PlayerConversation
 from slimrl.agent.subagents import DelegateAnswer, Delegation, add_tool_counts, answer_of
@@ -28,7 +29,7 @@ from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolAnswer, ToolBox, ToolCrash, ToolsUnavailable
 from slimrl.base.seeds import derive_seed
 from slimrl.base.spans import SPANS
-from slimrl.config.schema.agent import POLICY, AgentConfig
+from slimrl.config.schema.agent import PAST, POLICY, AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.data.engine import RUN_EVALUATION, Engine, EngineError
 from slimrl.data.prompt import Prompt
@@ -199,6 +200,8 @@ class EpisodeRunner:
     """The tools of the environment, if the environment consists of tools"""
     players: Mapping[str, Player] = field(default_factory=dict)
     """Who plays roles in place of the policy, by name"""
+    past: Engine | None = None
+    """The engines of older versions of the policy, if there are any"""
     _open: dict[str, Player] = field(default_factory=dict, init=False)
     """The players that were started, or whose start failed"""
 
@@ -304,6 +307,8 @@ class EpisodeRunner:
             log.warning("%s: %s", trajectory_id, error, exc_info=error)
             trajectory.metadata["error"] = str(error)
         finally:
+            if self.past is not None:
+                self.past.close(trajectory_id)
             await host.close()
         _complete(trajectory, conversations, host)
         if conversations is not None and (roles := self._roles(prompt, conversations)):
@@ -321,6 +326,10 @@ class EpisodeRunner:
                     "train": not name and (settings is None or settings.train),
                     "num_prompt_messages": conversation.num_prompt_messages,
                 }
+                if isinstance(conversation, PastConversation):
+                    found[role]["version"] = conversation.version
+                if conversations.groups[role]:
+                    found[role]["group"] = conversations.groups[role]
         return found
 
     def _of_subagent(self, delegation: Delegation, turns: int, tokens: int) -> "EpisodeRunner":
@@ -347,7 +356,8 @@ class EpisodeRunner:
         sampling: SamplingConfig,
         seed: int | None,
     ) -> AnyConversation:
-        if name := player_of(first.role, prompt, self.agent):
+        name = player_of(first.role, prompt, self.agent)
+        if name and name != PAST:
             if name not in self.players:
                 raise EnvironmentFailure(f"{prompt.prompt_id}: `players` names {name}, which agent.players has not")
             return PlayerConversation(
@@ -358,10 +368,13 @@ class EpisodeRunner:
                 max_turns=self.rollout.max_turns,
                 seed=seed or 0,
             )
+        kind, engine = (PastConversation, self.past) if name else (Conversation, self.engine)
+        if engine is None:
+            raise EnvironmentFailure(f"{prompt.prompt_id}: `players` names {name}, and no engine plays older versions")
         try:
-            return Conversation(
+            return kind(
                 first.messages,
-                engine=self.engine,
+                engine=engine,
                 dialogue=self.dialogues.of(first.tools or ()),
                 rollout=self.rollout,
                 agent=self.agent,

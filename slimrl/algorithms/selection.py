@@ -110,9 +110,9 @@ def select(
     scored = [t for t in trajectories if t.status is not Status.failed]
     members = groups_of([t.group_id for t in scored])
     smallest = 2 if needs_others(algorithm) else 1
-    usable = {g for g, own in members.items() if len(own) >= smallest and keeps([scored[i] for i in own])}
+    usable = {g for g, own in members.items() if len(own) < smallest or keeps([scored[i] for i in own])}
     scored = by_role([t for t in scored if t.group_id in usable], own_groups=algorithm.baseline_by_role)
-    # A role may have come to its turn in one trajectory of the prompt alone.
+    # A trajectory may be the only one of its prompt, and a role may have come to its turn in one trajectory alone.
     sizes = Counter(t.group_id for t in scored)
     scored = [t for t in scored if sizes[t.group_id] >= smallest]
     for trajectory in scored:

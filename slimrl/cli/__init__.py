@@ -32,7 +32,9 @@ class _App(typer.Typer):
 app = _App(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(config_app, name="config")
-eval_app = typer.Typer(cls=evaluation.GroupWithDefault, help="Measure a checkpoint, or compare two evaluations.")
+eval_app = typer.Typer(
+    cls=evaluation.GroupWithDefault, help="Measure a checkpoint, compare two evaluations, or rate versions by games."
+)
 app.add_typer(eval_app, name="eval")
 resync_app = typer.Typer(
     no_args_is_help=True, help="Estimate or measure the transfer of weights from trainer to engines."
@@ -46,6 +48,7 @@ COMMANDS: tuple[tuple[typer.Typer, str, Callable[..., None]], ...] = (
     (app, "sft", runs.sft),
     (eval_app, evaluation.DEFAULT_COMMAND, evaluation.evaluate),
     (eval_app, "compare", evaluation.compare),
+    (eval_app, "tournament", evaluation.tournament),
     (eval_app, "plot", evaluation.plot),
     (app, "rollout", runs.rollout),
     (app, "export", runs.export),

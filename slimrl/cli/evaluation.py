@@ -1,4 +1,4 @@
-"""`slimrl eval`, `slimrl eval compare` and `slimrl eval plot`."""
+"""`slimrl eval`, `slimrl eval compare`, `slimrl eval plot` and `slimrl eval tournament`."""
 
 import json
 from dataclasses import asdict
@@ -41,6 +41,9 @@ def evaluate(
     recipe: Recipe,
     overrides: Overrides = None,
     checkpoint: Annotated[Path, typer.Option(help="Hugging Face checkpoint folder, such as RUN/export/hf.")] = ...,  # type: ignore[assignment]
+    past: Annotated[
+        Path | None, typer.Option(help="Hugging Face checkpoint folder that plays the roles of the player `past`.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for every trajectory and the results; an interrupted evaluation goes on there."),
@@ -53,7 +56,13 @@ def evaluate(
         from slimrl.runtime import evaluation
 
     evaluation.evaluate(
-        recipe, overrides or [], checkpoint=checkpoint, out=out, json_file=json_file, ray_address=ray_address
+        recipe,
+        overrides or [],
+        checkpoint=checkpoint,
+        past=past,
+        out=out,
+        json_file=json_file,
+        ray_address=ray_address,
     )
 
 
@@ -80,6 +89,38 @@ def compare(
         sets = {one.name: asdict(one) for one in comparisons}
         figures = {"a": str(a), "b": str(b), "together": sets.pop(ALL_SETS, None), "sets": sets}
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def tournament(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run whose environment has two roles.")],
+    overrides: Overrides = None,
+    games: Annotated[int, typer.Option(min=2, help="Games of each pair; in half of them the seats are swapped.")] = 64,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="Another Hugging Face checkpoint of the model that plays; may repeat."),
+    ] = None,
+    seats: Annotated[
+        str | None,
+        typer.Option(metavar="ROLE,ROLE", help="The two roles; those of the run's trajectories if left out."),
+    ] = None,
+    anchor: Annotated[str | None, typer.Option(help="Who has the rating 0; the first version if left out.")] = None,
+    json_file: JsonFile = None,
+    ray_address: RayAddress = None,
+) -> None:
+    """Rate the versions that a run kept, its export and the recipe's players by games on the evaluation sets."""
+    with imports_uncollected():
+        from slimrl.runtime.tournament import tournament
+
+    tournament(
+        run,
+        overrides or [],
+        games=games,
+        others=checkpoint or [],
+        seats=seats,
+        anchor=anchor,
+        json_file=json_file,
+        ray_address=ray_address,
+    )
 
 
 def plot(

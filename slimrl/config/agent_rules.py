@@ -13,7 +13,7 @@ from typing import Any
 
 from slimrl.config.package_fields import tool_call_parsers
 from slimrl.config.problems import Violation, suggestion
-from slimrl.config.schema.agent import POLICY, AgentConfig, HistoryMode, IsolationMode, SandboxBackend
+from slimrl.config.schema.agent import PAST, POLICY, AgentConfig, HistoryMode, IsolationMode, SandboxBackend
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.types import MODULE_FUNCTION
 
@@ -95,10 +95,18 @@ def _role_violations(agent: AgentConfig) -> Iterator[Violation]:
         yield "agent.roles", "there is neither an agent.environment nor an agent behind the gateway that has roles."
     if POLICY in agent.players:
         yield f"agent.players.{POLICY}", "is the model that is trained, and needs no entry."
+    if PAST in agent.players:
+        yield (
+            f"agent.players.{PAST}",
+            "stands for older versions of the policy. Use another name.",
+        )
     for name, role in agent.roles.items():
-        if role.player not in (POLICY, *agent.players):
-            meant = suggestion(role.player, [POLICY, *agent.players])
-            yield f"agent.roles.{name}.player", f"{role.player!r} is neither {POLICY} nor one of agent.players.{meant}"
+        key = f"agent.roles.{name}.player"
+        if role.player == PAST and not agent.past_versions.every_steps:
+            yield key, f"{PAST} is an older version of the policy. Set agent.past_versions.every_steps."
+        elif role.player not in agent.player_names:
+            meant = suggestion(role.player, agent.player_names)
+            yield key, f"{role.player!r} is neither {POLICY} nor one of agent.players.{meant}"
 
 
 def agent_file_violations(recipe: Recipe) -> Iterator[Violation]:

@@ -27,6 +27,7 @@ from slimrl.config.hub import why_no_model
 from slimrl.config.load import LoadedRecipe, is_needed, trains
 from slimrl.config.lora_rules import lora_model_violations, lora_model_warnings, lora_violations
 from slimrl.config.model_rules import model_violations, model_warnings
+from slimrl.config.past_versions import past_violations
 from slimrl.config.problems import Problem, Violation
 from slimrl.config.reward_rules import reward_violations
 from slimrl.config.rollout_rules import (
@@ -103,7 +104,7 @@ def check_recipe(
     if command in ("train", "train --trajectories", "sft"):
         violations += stop_violations(recipe, command)
     if command == "train":
-        violations += [*draft_violations(recipe), *mode_violations(recipe)]
+        violations += [*draft_violations(recipe), *mode_violations(recipe), *past_violations(recipe, hf_config)]
         warnings += mode_warnings(recipe)
         warnings += kept_memory_warnings(recipe)
     if command in ("train", "train --trajectories"):

@@ -51,6 +51,10 @@ def _curriculum_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
         yield key, "slimrl sft has no rewards from which a success rate comes. Use data.weights."
     if levels and recipe.algorithm.dynamic_sampling.refill is RefillMode.value:
         yield key, "algorithm.dynamic_sampling.refill: value draws prompts of all files. Use order."
+    curriculum = recipe.data.curriculum
+    if levels and curriculum.lower_at is not None and curriculum.lower_at >= curriculum.raise_at:
+        message = f"{curriculum.lower_at} is not less than raise_at, {curriculum.raise_at}; a level would never stay."
+        yield "data.curriculum.lower_at", message
     used: dict[str, str] = {}
     for ladder, names in levels.items():
         if len(names) < 2:

@@ -1,11 +1,13 @@
-"""The order of training through files of rising difficulty: the next begins when the present one is mostly solved.
+"""The order of training through files of rising difficulty: the next begins when the present one is mostly solved, and
+the one before comes back when it is hardly solved.
 
 1. A ladder is a list of training files, the easiest first. Its present level is the first file at the start.
 2. Prompts come from the files as in a Mixture. Within a ladder the file of the present level has its weight, those of
    passed levels `passed_weight` times theirs, later ones none.
 3. The success rate of a group is the fraction of its trajectories with the reward `pass_reward` or more. Groups count
    that are of the present level, also if they began before it was the present one.
-4. When the mean over the last `window` groups, all since the level began, is `raise_at` or more, the next level begins.
+4. When the mean over the last `window` groups, all since the level began, is `raise_at` or more, the next level begins;
+   when it is `lower_at` or less, the level before begins again.
 """
 
 from collections import deque
@@ -61,11 +63,17 @@ class Curriculum(Mixture[Prompt]):
             return
         rates = self._rates[ladder]
         rates.append(sum(reward >= self._pass_reward - _ROUNDING for reward in rewards) / len(rewards))
-        is_last = self._level[ladder] + 1 == len(self._settings.levels[ladder])
-        if not is_last and len(rates) == rates.maxlen and sum(rates) / len(rates) >= self._settings.raise_at:
-            self._level[ladder] += 1
+        if len(rates) == rates.maxlen and (step := self._step(ladder, sum(rates) / len(rates))):
+            self._level[ladder] += step
             self._rates[ladder] = self._window()
             self._weigh()
+
+    def _step(self, ladder: str, rate: float) -> int:
+        """How far a success rate moves the level of a ladder: 1, 0 or -1."""
+        level, settings = self._level[ladder], self._settings
+        if rate >= settings.raise_at and level + 1 < len(settings.levels[ladder]):
+            return 1
+        return -1 if settings.lower_at is not None and rate <= settings.lower_at and level else 0
 
     def metrics(self) -> dict[str, float]:
         """`data/level/<ladder>`, from 0, and `data/level_success/<ladder>`, which is missing before the first group."""
@@ -83,10 +91,10 @@ class Curriculum(Mixture[Prompt]):
         return {**super().state(), "ladders": ladders}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Settings may have changed since, and the order of levels that have not begun.
+        """Continue from `state`. Settings may have changed since, and the order of levels above the present one.
 
         Raises:
-            ValueError: as Mixture.restore; the state has other ladders, or one has begun with other files than now.
+            ValueError: as Mixture.restore; the state has other ladders, or other files up to a present level than now.
         """
         super().restore(state)
         ladders = state.get("ladders", {})

@@ -103,6 +103,8 @@ def check_fields(value: Mapping[str, Any]) -> None:
         _require(
             isinstance(trained, bool), f"metadata.roles.{role}", "must be an object whose `train` is true or false"
         )
+        group = facts.get("group", "")
+        _require(isinstance(group, str), f"metadata.roles.{role}", "must have a text as its `group`")
         paid = not trained or role in by_role or value["status"] == "failed"
         _require(paid, "role_rewards", f"must have {role}, which metadata.roles says is trained")
 

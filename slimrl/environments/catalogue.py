@@ -83,6 +83,14 @@ _ENTRIES: tuple[Entry, ...] = (
         solver_options={"opponents": "first"},
     ),
     Entry(
+        name="textarena",
+        summary="games and negotiations of two in text, against itself or against opponents by script",
+        packages="textarena 0.7.4 (MIT)",
+        size_mb=17,
+        class_name="TextArena",
+        solver_options={"opponents": "first"},
+    ),
+    Entry(
         name="textworld_express",
         summary="text games of eight kinds that need common sense, in Java: cooking, tidying, coins, maps, sums",
         packages="textworld-express 1.1.0 (Apache-2.0), py4j 0.10.9.9 (BSD-3-Clause), orjson 3.13.0 (MPL-2.0)",

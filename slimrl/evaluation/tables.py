@@ -1,6 +1,6 @@
 """Evaluations as tables for a terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -9,6 +9,7 @@ from slimrl.data.trajectory import Status
 from slimrl.evaluation.answer_rows import AnswerRow, answer_of
 from slimrl.evaluation.comparison import SetComparison
 from slimrl.evaluation.item import Item
+from slimrl.evaluation.ratings import BOUND, PairResult, Rating
 from slimrl.evaluation.result import SetResult
 from slimrl.observability.terminal import plain_console
 
@@ -52,6 +53,18 @@ def print_comparison(comparisons: Iterable[SetComparison]) -> None:
         for measure, pair in _shown(one.measures).items()
     ]  # fmt: skip
     _print(("set", "prompts", "measure", "A", "B", "B - A", "95% interval", "better", "worse"), rows)
+
+
+def print_ratings(rows: Sequence[Rating], totals: Mapping[str, PairResult]) -> None:
+    """Ratings with their intervals, and the games of each player by its name."""
+    shown = []
+    for row in rows:
+        at_end = "> " if row.elo >= BOUND else "< " if row.elo <= -BOUND else ""
+        total = totals[row.name]
+        counts = (total.games, total.wins, total.draws, total.losses)
+        interval = f"{row.low:+.0f} to {row.high:+.0f}" if row.low < row.high else ""
+        shown.append([row.name, f"{at_end}{row.elo:+.0f}", interval, *map(str, counts)])
+    _print(("player", "Elo", "95% interval", "games", "won", "drawn", "lost"), shown)
 
 
 def print_answers(rows: Iterable[AnswerRow]) -> None:

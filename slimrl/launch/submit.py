@@ -68,7 +68,7 @@ class SlurmJob:
 
 
 def nodes_needed(recipe: Recipe, gpus_per_node: int, *, sft: bool) -> int:
-    """The fewest nodes that have room for all trainer ranks, engines, the teacher and the critic.
+    """The fewest nodes that have room for all trainer ranks, engines, the teacher, older versions and the critic.
 
     Raises:
         ValueError: an engine does not fit on a node.
@@ -82,6 +82,7 @@ def process_counts(recipe: Recipe, *, sft: bool) -> dict[str, int]:
         "num_ranks": recipe.trainer.num_ranks,
         "num_engines": 0 if sft else recipe.rollout.num_engines,
         "num_teachers": 0 if sft else recipe.teacher.engines_to_start,
+        "num_past": 0 if sft else recipe.past_engines,
         "num_critics": 0 if sft else recipe.critic_ranks,
     }
 

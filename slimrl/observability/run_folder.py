@@ -60,6 +60,8 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.mlflow = self.path / "mlflow"
         self.checkpoints = self.path / "checkpoints"
+        self.past_versions = self.path / "past_versions"
+        """Older versions of the policy that play against it, a Hugging Face checkpoint each."""
         self.export = self.path / "export" / "hf"
         """The trained model as a Hugging Face checkpoint."""
         self.requeue = self.path / "requeue"

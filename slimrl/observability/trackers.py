@@ -1,4 +1,5 @@
-"""Metrics go to metrics.jsonl, and to the trackers of the section `tracking`: wandb, TensorBoard, MLflow."""
+"""Metrics go to metrics.jsonl, and to the trackers of the section `tracking`: wandb, TensorBoard, MLflow,
+Prometheus."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any, Protocol, Self
 from slimrl.config.schema.run import TrackerName, TrackingConfig, WandbMode
 from slimrl.observability.metrics import MetricsWriter, plain_number
 from slimrl.observability.mlflow_tracker import MlflowTracker
+from slimrl.observability.prometheus_tracker import PrometheusTracker
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.tensorboard_tracker import TensorboardTracker
 from slimrl.observability.wandb_tracker import WandbTracker
@@ -52,6 +54,8 @@ class Trackers:
             self._trackers.append(TensorboardTracker(run.tensorboard, config, keep_through_step))
         if TrackerName.mlflow in tracking.more:
             self._trackers.append(MlflowTracker(run.mlflow, run.path.name, config))
+        if tracking.prometheus:
+            self._trackers.append(PrometheusTracker(tracking.prometheus, run.path.name))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, which may be before the last one."""

@@ -1,5 +1,7 @@
 """The rewards that the trajectory's environment gave."""
 
+from fnmatch import fnmatchcase
+
 from slimrl.data.prompt import Prompt
 from slimrl.data.roles import trained_roles
 from slimrl.data.trajectory import Trajectory
@@ -9,6 +11,24 @@ from slimrl.rewards.scoring import Score
 def environment_return(trajectory: Trajectory, prompt: Prompt) -> float:
     """Sum of the rewards of the environment's steps; 0 if it gave none."""
     return float(sum(trajectory.metadata["environment"].get("rewards", [])))
+
+
+class RoleReturns:
+    """
+    `role_returns`, but of the trajectory the mean over some roles, such as those whose success a curriculum follows.
+
+    Args:
+        reported: name of these roles; `*` stands for any text.
+    """
+
+    def __init__(self, *, reported: str) -> None:
+        self._reported = reported
+
+    def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Score:
+        """0 of the trajectory if none of these roles came to its turn; see `role_returns`."""
+        by_role = role_returns(trajectory, prompt).by_role
+        own = [value for role, value in by_role.items() if fnmatchcase(role, self._reported)]
+        return Score(reward=sum(own) / max(len(own), 1), by_role=by_role)
 
 
 def role_returns(trajectory: Trajectory, prompt: Prompt) -> Score:

@@ -108,11 +108,14 @@ class EpisodeWorker:
         self._has_ended = asyncio.Event()
         self._lag, self._logs = LoopLag(), TurnLogs()
 
-    async def start(self, loaded: LoadedRecipe, engine: Engine, variables: Mapping[str, str]) -> int:
+    async def start(
+        self, loaded: LoadedRecipe, engine: Engine, variables: Mapping[str, str], past: Engine | None = None
+    ) -> int:
         """Load the code of the episodes, as the driver did before the start; returns the process's id.
 
         Args:
             engine: client of the engines that has not connected yet.
+            past: client of the engines of older versions of the policy, likewise.
             variables: of the driver's environment. They may be secrets, and Ray keeps what a constructor is given.
 
         Raises:
@@ -123,10 +126,12 @@ class EpisodeWorker:
         recipe = loaded.recipe
         sandbox = SandboxPool(recipe.agent.sandbox)
         self._opened.push_async_callback(sandbox.close)
-        self._opened.push_async_callback(engine.aclose)
+        for client in (engine, past):
+            if client is not None:
+                self._opened.push_async_callback(client.aclose)
         logs = self._logs if recipe.rollout.spans_steps else None
         try:
-            self._runner = load_episode_code(loaded, sandbox).episode_runner(recipe, engine, logs)
+            self._runner = load_episode_code(loaded, sandbox).episode_runner(recipe, engine, logs, past)
             self._opened.push_async_callback(self._runner.stop)
             await self._runner.start()
         except Exception as error:

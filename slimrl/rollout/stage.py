@@ -64,6 +64,7 @@ class RolloutStage:
         watch: Callable[[], None],
         flush_caches: Callable[[], None],
         teacher: Teacher | None = None,
+        past: Engine | None = None,
         workers: Workers | None = None,
         scorer: Scorer | None = None,
         engine_urls: Callable[[], Sequence[str]] = lambda: (),
@@ -75,6 +76,7 @@ class RolloutStage:
             watch: called every second of a rollout; raises StageError if an engine ended that the episodes need.
             flush_caches: empties the engines' prefix caches; see `flush_if_deterministic`.
             teacher: scores the trajectories of a rollout, but not those of an evaluation.
+            past: client of the engines of older versions of the policy, as `engine`.
             workers: run the episodes instead of this event loop; started and closed with the stage.
             scorer: the engines, as what scores; None if nothing asks for scores.
             engine_urls: of the engines that there are now, to watch their caches.
@@ -82,10 +84,10 @@ class RolloutStage:
         """
         self._recipe, self._task, self._progress = recipe, task, progress
         self._engine, self._watch, self._flush_caches = engine, watch, flush_caches
-        self._workers = workers
+        self._past, self._workers = past, workers
         self._turn_logs = TurnLogs() if recipe.rollout.spans_steps else None
         """Turn logs of the episodes of groups that may outlive a step, where no worker has them"""
-        self._runner = workers or task.episode_runner(recipe, engine, self._turn_logs)
+        self._runner = workers or task.episode_runner(recipe, engine, self._turn_logs, past)
         self.episodes = ScoredEpisodes(recipe, task.rewards, self._runner, engine)
         self._teacher, self._scorer = teacher, scorer
         self._scoring = ScoringTimes()
@@ -200,6 +202,28 @@ class RolloutStage:
                 self.run_watched(self._run_episodes(left, sampling, None, keep), look)
             refuse_failures(self._recipe.rollout, f"evaluation {name}", trajectories, len(planned))
         return items.of(keys)
+
+    def play(self, name: str, planned: Mapping[str, Prompt]) -> list[Trajectory]:
+        """A trajectory of each prompt under the evaluation sampling settings, in the order in which they end.
+
+        Args:
+            name: of what is played, for the progress and for errors.
+            planned: prompts by the ids of their trajectories.
+
+        Raises:
+            TooManyFailed: as `rollout`.
+        """
+        self.flush_if_deterministic()
+        trajectories: list[Trajectory] = []
+        with self._progress.phase(name, len(planned), "trajectories") as phase:
+
+            async def keep(trajectory: Trajectory) -> None:
+                trajectories.append(trajectory)
+                phase.advance()
+
+            self.run_watched(self._run_episodes(planned, self._recipe.rollout.eval_sampling, None, keep), self.check)
+        refuse_failures(self._recipe.rollout, name, trajectories, len(planned))
+        return trajectories
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine on the episodes' event loop."""
@@ -354,7 +378,9 @@ class RolloutStage:
     async def _start(self) -> None:
         if self._teacher is not None:
             self._opened.push_async_callback(self._teacher.aclose)
-        self._opened.push_async_callback(self._engine.aclose)
+        for engine in (self._engine, self._past):
+            if engine is not None:
+                self._opened.push_async_callback(engine.aclose)
         self._opened.push_async_callback(self._task.sandbox.close)
         try:
             self._opened.push_async_callback(self._services.close)

@@ -135,6 +135,7 @@ def _train(
                 progress,
                 with_engines=task is not None,
                 with_teacher=task is not None,
+                with_past=task is not None,
                 with_critic=task is not None,
                 total_updates=total_updates,
                 checkpoint=checkpoint,
@@ -158,7 +159,7 @@ def _train(
                 sft_loop(run, data)
             else:
                 assert processes.engines is not None
-                with rollout_stage(loaded, task, processes.engines, progress, processes.teachers) as stage:
+                with rollout_stage(loaded, task, processes, progress) as stage:
                     train_loop(
                         TrainRun(
                             recipe=recipe,
@@ -167,6 +168,7 @@ def _train(
                             trainers=processes.trainers,
                             critics=processes.critics,
                             engines=processes.engines,
+                            past_engines=processes.past,
                             stage=stage,
                             checkpoint=checkpoint,
                             trackers=trackers,
@@ -262,12 +264,19 @@ def rollout(
         _say_all(task.notes, progress)
         prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
         folder = logs_of_command(recipe.run.dir, "rollout", loaded)
-        with started(
-            recipe, folder, progress, with_engines=True, with_teacher=True, ray_address=ray_address
-        ) as processes:
-            assert processes.engines is not None
-            with rollout_stage(loaded, task, processes.engines, progress, processes.teachers) as stage:
-                trajectories = stage.rollout(prompts, label="step_000001")
+        with (
+            started(
+                recipe,
+                folder,
+                progress,
+                with_engines=True,
+                with_teacher=True,
+                with_past=True,
+                ray_address=ray_address,
+            ) as processes,
+            rollout_stage(loaded, task, processes, progress) as stage,
+        ):
+            trajectories = stage.rollout(prompts, label="step_000001")
         write_trajectories(out, trajectories)
         progress.say(f"{len(trajectories)} trajectories: {out}")
         if conversations is not None:

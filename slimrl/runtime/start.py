@@ -24,7 +24,9 @@ from slimrl.config.problems import RecipeError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.show import changed_settings, dump_resolved, resolved_dict
 from slimrl.config.tracking_rules import missing_trackers
+from slimrl.data.engine import Engine
 from slimrl.engines.client import SglangEngine
+from slimrl.engines.one_by_one import OneByOne
 from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.teacher import Teacher
 from slimrl.models.hf_config import read_hf_config
@@ -159,6 +161,7 @@ def started(
     *,
     with_engines: bool = False,
     with_teacher: bool = False,
+    with_past: bool = False,
     with_critic: bool = False,
     total_updates: int | None = None,
     checkpoint: Path | None = None,
@@ -168,6 +171,7 @@ def started(
 
     Args:
         with_teacher: also start the engines of the recipe's teacher, if it has any.
+        with_past: also start the engines of older versions, if the recipe has any.
         with_critic: also start the ranks of the recipe's critic, if it has one.
         total_updates: optimizer updates of the run; None for a command without a trainer.
         checkpoint: the run's checkpoint that the trainer loads; None for the weights that the recipe names.
@@ -180,6 +184,7 @@ def started(
         "num_ranks": 0 if total_updates is None else recipe.trainer.num_ranks,
         "num_engines": recipe.rollout.num_engines if with_engines else 0,
         "num_teachers": recipe.teacher.engines_to_start if with_teacher else 0,
+        "num_past": recipe.past_engines if with_past else 0,
         "num_critics": recipe.critic_ranks if with_critic else 0,
     }
     for name in clean_stale_segments():
@@ -224,7 +229,7 @@ def started(
             # The user's input has passed its checks, so this is a failure of the run.
             raise RunError(f"{type(error).__name__}: {error}") from error
         except RunError as error:
-            for engines in (processes.engines, processes.teachers):
+            for engines in (processes.engines, processes.teachers, processes.past):
                 _raise_if_engine_ended(engines, error)
             if isinstance(error, TooManyFailed) and (limit := recipe.tracking.trajectories_per_step):
                 write_failed(folder.failed_file, error.failed, limit)
@@ -246,15 +251,10 @@ def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None
         raise cause from error
 
 
-def rollout_stage(
-    loaded: LoadedRecipe, task: Task, engines: EngineGroup, progress: Progress, teachers: EngineGroup | None = None
-) -> RolloutStage:
-    """A rollout stage on these engines, with a client for the model's vocabulary and routing.
-
-    Args:
-        teachers: engines of the recipe's teacher, if the run has started any.
-    """
-    recipe = loaded.recipe
+def rollout_stage(loaded: LoadedRecipe, task: Task, processes: Processes, progress: Progress) -> RolloutStage:
+    """A rollout stage on the engines of a run, with a client for the model's vocabulary and routing."""
+    recipe, engines, teachers, past = loaded.recipe, processes.engines, processes.teachers, processes.past
+    assert engines is not None
     config = read_hf_config(Path(recipe.model.path))
     shape = None
     if recipe.rollout.routed_experts:
@@ -267,9 +267,11 @@ def rollout_stage(
         task.sandbox.use(NodeSandboxes(recipe.agent.sandbox, nodes), len(nodes))
 
     def watch() -> None:
-        engines.watch()
-        if teachers is not None:
-            teachers.watch()
+        for group in (engines, teachers, past):
+            if group is not None:
+                group.watch()
+
+    player = None if past is None else _past(recipe, past, vocab_size)
 
     return RolloutStage(
         recipe,
@@ -279,11 +281,19 @@ def rollout_stage(
         watch=watch,
         flush_caches=engines.flush_caches,
         teacher=_teacher(recipe, teachers, vocab_size),
-        workers=EpisodeWorkers(loaded, client, engines.logs) if recipe.agent.workers > 1 else None,
+        past=player,
+        workers=EpisodeWorkers(loaded, client, engines.logs, past=player) if recipe.agent.workers > 1 else None,
         scorer=client if isinstance(client, RoutedEngines) else None,
         engine_urls=lambda: [address.url for address in engines.receivers],
         engine_key=engines.key,
     )
+
+
+def _past(recipe: Recipe, past: EngineGroup, vocab_size: int) -> Engine:
+    """The client of the engines of older versions."""
+    if not recipe.deterministic:
+        return past.client(vocab_size=vocab_size, routed_experts_shape=None)
+    return OneByOne([SglangEngine(one.url, key=past.key, vocab_size=vocab_size) for one in past.addresses])
 
 
 def _teacher(recipe: Recipe, teachers: EngineGroup | None, vocab_size: int) -> Teacher | None:

@@ -46,6 +46,9 @@ class RunState:
     """Position in the training data."""
     prompt_results: dict[str, list[float]] = field(default_factory=dict)
     """Decayed tries and successes by prompt, for `algorithm.dynamic_sampling.refill: value`; else empty."""
+    past_versions: dict[str, list[float]] = field(default_factory=dict)
+    """Older versions to draw opponents from, by their steps in ascending order, and of each the decayed number of games
+    against it and of those that the policy won, a draw counting half."""
     skipped_steps: int = 0
     """Optimizer updates skipped so far because their gradient was not finite."""
     skipped_in_a_row: int = 0

@@ -7,8 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from slimrl.agent.roles.player import plays_past
 from slimrl.algorithms.selection import Selection
-from slimrl.base.errors import StepDropped
+from slimrl.base.errors import RunError, StepDropped
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import RUN_EVALUATION
@@ -34,6 +35,7 @@ from slimrl.runtime.background_evaluation import BackgroundEvaluation, Evaluated
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.learner import Learner
+from slimrl.runtime.past_versions import PastVersions
 from slimrl.runtime.recording import Recording
 from slimrl.runtime.reward_watch import RewardWatch
 from slimrl.runtime.run import Run
@@ -53,6 +55,8 @@ class TrainRun(Run):
     task: Task
     engines: EngineGroup
     stage: RolloutStage
+    past_engines: EngineGroup | None = None
+    """Engines of older versions, if any play"""
     checkpoint: Path | None = None
     """Checkpoint that the run continues from"""
 
@@ -81,6 +85,16 @@ class TrainRun(Run):
             for group in (self.trainers, self.critics):
                 if group is not None:
                     group.meanwhile = self.stage.check
+        self._past = None
+        if self.past_engines is not None:
+            self._past = PastVersions(
+                self.recipe,
+                self.state,
+                self.trainers,
+                self.past_engines,
+                self.folder.past_versions,
+                self.folder.checkpoints,
+            )
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
 
     def sync_initial_weights(self) -> None:
@@ -107,6 +121,17 @@ class TrainRun(Run):
             saved = None
         self._service.start(self.state.step, self.state.weight_version, saved)
 
+    @contextmanager
+    def next_step(self) -> Iterator[Step]:
+        """As in every run. The trajectories of a step that ends the run are recorded too."""
+        with super().next_step() as step:
+            try:
+                yield step
+            except RunError:
+                self._recording.write_step()
+                self._recording.finish()
+                raise
+
     def rollout(self, step: Step) -> Selection:
         """What the step trains on: of the trajectories of the next prompts, and of those that replace zero-variance
         groups.
@@ -115,6 +140,8 @@ class TrainRun(Run):
             RunError: too many trajectories failed, or a group filter did.
             StepDropped: the run was preempted and the grace period is over.
         """
+        if self._past is not None:
+            self._past.load_for(step.number)
         batch = self._service.take(self._check_wait)
         if dropped := batch.metrics.get("async/dropped_groups"):
             self.progress.say(f"step {step.number}: groups that became too old and were dropped: {dropped:g}")
@@ -137,6 +164,8 @@ class TrainRun(Run):
         step.record(self.stage.pressure.take())
         step.record(self._reward_watch.metrics(batch.sampled))
         step.record(teacher_metrics(batch.sampled, self.stage.take_scoring()))
+        if self._past is not None:
+            step.record(self._past.count(batch.sampled))
         if len(self.task.train) > 1:
             step.record(source_metrics(batch.sampled, self._sources))
         if self.recipe.data.max_prompt_tokens is not None:
@@ -189,6 +218,8 @@ class TrainRun(Run):
             self._write(step)
             return
         with step.timed("eval"), self._rollouts_held():
+            if self._past is not None and plays_past(chain(*self.task.eval_sets.values()), self.recipe.agent):
+                self._past.load_first()
             for name, prompts in self.task.eval_sets.items():
                 seen: list[Trajectory] = []
                 items = self.stage.evaluate(name, prompts, label=label, check=self._serve_again, seen=seen.append)
@@ -286,6 +317,8 @@ class TrainRun(Run):
         self._memory.enter(MemoryPhase.save)
         super().save_checkpoint()
         self._memory.enter(MemoryPhase.rollout)
+        if self._past is not None:
+            self._past.clean()
 
     def _export(self) -> None:
         """Draw the curve, then export."""
@@ -296,6 +329,8 @@ class TrainRun(Run):
 
     def _send_weights(self, step: Step | None) -> None:
         self._weights.send(step)
+        if self._past is not None and step is not None:
+            self._past.keep(step.number)
         self._memory.enter(MemoryPhase.rollout)
 
     def _has_evaluation(self, step: int) -> bool:

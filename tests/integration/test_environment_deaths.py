@@ -61,6 +61,7 @@ class Case:
 CASES = {
     "bfcl": Case(recipe="gspo_bfcl", options={"tasks": "generated"}),
     "textworld": Case(recipe="gspo_textworld", options={"theme": "basic"}),
+    "textarena": Case(recipe="gspo_textarena", options={"games": "Nim-v0"}),
     "miniwob": Case(recipe="gspo_miniwob", options={"tasks": "click-test-2"}),
     "alfworld": Case(
         recipe="gspo_textworld",

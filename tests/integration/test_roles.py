@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiohttp import web
-from scripted_episode import CHAT, END, TOKENIZER, played, runner_of
+from scripted_episode import CHAT, END, TOKENIZER, ScriptedEngine, played, runner_of
 
 from slimrl.agent.environment import Environment, Observation, Turn
 from slimrl.agent.preview import preview_episode
@@ -35,6 +35,7 @@ from slimrl.rewards.math import boxed_equivalent
 from slimrl.rewards.scoring import Score, score
 from slimrl.rewards.texts import own_texts
 from slimrl.rollout.task.environment import load_environment
+from slimrl.runtime.past_versions import against_past
 
 pytestmark = pytest.mark.integration
 
@@ -151,6 +152,56 @@ def test_a_script_plays_a_role_and_nothing_of_it_is_trained():
     asyncio.run(score(trajectory, PROMPT, role_returns, 5.0))
     assert trajectory.role_rewards == {"left": -0.5}
     assert trajectory.reward == -0.5
+
+
+class OldEngine(ScriptedEngine):
+    """Weights of step 30, which are asked for the right role's turns."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(*texts)
+        self.requests, self.closed = [], []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        result = await super().generate(request)
+        return replace(result, weight_versions=np.full(len(result.tokens), 30, np.int32), num_retries=1)
+
+    def close(self, session_id):
+        self.closed.append(session_id)
+
+
+def test_an_older_version_plays_a_role_reads_what_the_policy_would_read_and_is_not_trained():
+    agent = AgentConfig(environment="tests:Auction", roles={"right": RoleConfig(player="past")})
+    past = OldEngine(f"5{END}", f"8{END}")
+    runner = runner_of(f"3{END}", f"8{END}", environment=Auction, agent=agent)
+    object.__setattr__(runner, "past", past)
+    trajectory = asyncio.run(played(runner, PROMPT))
+    itself = auction(3, 5, 8, 8)
+    assert trajectory.messages == itself.messages
+    # Its contexts and seeds are those of the policy in the role.
+    of_right = itself.segments[1]
+    for request, turn in zip(past.requests, (1, 3), strict=True):
+        begin = int(np.flatnonzero(of_right.loss_mask & (of_right.turn_ids == turn))[0])
+        assert request.input_ids == of_right.tokens[:begin].tolist()
+    assert len({request.seed for request in past.requests}) == 2
+    assert past.closed == ["t"]
+    # Counts are those of the policy.
+    assert trajectory.metadata["num_retries"] == 0
+    (segment,) = trajectory.segments
+    assert (segment.role, segment.tokens.tolist()) == ("left", itself.segments[0].tokens.tolist())
+    assert trajectory.metadata["roles"]["right"] == {
+        "player": "past", "train": False, "num_prompt_messages": 2, "version": 30,
+    }  # fmt: skip
+    assert against_past(trajectory) == 1.0
+    asyncio.run(score(trajectory, PROMPT, role_returns, 5.0))
+    assert trajectory.role_rewards == {"left": 1.5}
+    # The limit is of all tokens, as if the policy played both.
+    limited = runner_of(f"3{END}", f"8{END}", environment=Auction, agent=agent)
+    object.__setattr__(limited, "past", OldEngine(f"5{END}", f"8{END}"))
+    limited.rollout.max_trajectory_tokens = itself.num_tokens - 5
+    assert asyncio.run(played(limited, PROMPT)).status is Status.truncated
+    alone = runner_of(f"3{END}", environment=Auction, agent=agent)
+    assert "no engine plays older versions" in asyncio.run(played(alone, PROMPT)).metadata["error"]
 
 
 def test_a_prompt_says_who_plays_and_the_other_seat_is_trained():
@@ -329,6 +380,11 @@ def test_a_role_that_an_environment_has_not_is_refused_before_the_start():
         ({"roles": {"left": RoleConfig(player="bald")}, "environment": "a:B"}, "'bald' is neither policy nor one of"),
         ({"roles": {"left": RoleConfig()}}, "neither an agent.environment nor an agent behind the gateway"),
         ({"players": {"bold": PlayerConfig(function="a:b")}}, "no agent.environment with roles"),
+        (
+            {"players": {"past": PlayerConfig(function="a:b")}, "environment": "a:B"},
+            "older versions of the policy. Use",
+        ),
+        ({"roles": {"left": RoleConfig(player="past")}, "environment": "a:B"}, "Set agent.past_versions.every_steps"),
     ],
 )
 def test_settings_of_roles_that_mean_nothing_are_refused(settings, said):

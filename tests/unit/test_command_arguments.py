@@ -145,9 +145,19 @@ def test_training_on_a_file_is_told_which_and_how_often(told):
         (
             "eval",
             "evaluate",
-            {"checkpoint": Path("hf"), "out": Path("o"), "json_file": Path("f.json"), "ray_address": "h:1"},
+            {
+                "past": Path("old"),
+                "checkpoint": Path("hf"),
+                "out": Path("o"),
+                "json_file": Path("f.json"),
+                "ray_address": "h:1",
+            },
         ),
-        ("rollout", "rollout", {"out": Path("t.jsonl"), "ray_address": "h:1"}),
+        (
+            "rollout",
+            "rollout",
+            {"out": Path("t.jsonl"), "conversations": Path("c.jsonl"), "min_reward": 0.5, "ray_address": "h:1"},
+        ),
         ("export", "export", {"checkpoint": Path("step"), "out": Path("hf"), "ray_address": "h:1"}),
     ],
 )

@@ -97,17 +97,18 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     def started(recipe, folder, progress, **how):
         made.started = how
         teachers = "teachers" if how.get("with_teacher") else None
+        past = "past" if how.get("with_past") else None
         critics = "critics" if how.get("with_critic") else None
         engines = made if how.get("with_engines") else None
-        yield Processes(engines=engines, trainers=made, teachers=teachers, critics=critics)
+        yield Processes(engines=engines, trainers=made, teachers=teachers, past=past, critics=critics)
 
     def logs_of_command(directory, command, loaded):
         made.noted.append(("logs", directory, command))
         return made.folder
 
     @contextmanager
-    def rollout_stage(loaded, task, engines, progress, teachers=None):
-        made.teachers = teachers
+    def rollout_stage(loaded, task, processes, progress):
+        made.teachers, made.past = processes.teachers, processes.past
         yield made
 
     @contextmanager
@@ -157,8 +158,8 @@ def test_a_fresh_run_trains_from_the_first_prompt_for_all_its_updates(parts: Par
     assert parts.prepared == (["a=1"], "train", {"train": True, "evaluate": True}, {"ray_address": "head:1"})
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": True, "with_teacher": True, "with_critic": True, "total_updates": 12, "checkpoint": None,
-        "ray_address": "head:1",
+        "with_engines": True, "with_teacher": True, "with_past": True, "with_critic": True,
+        "total_updates": 12, "checkpoint": None, "ray_address": "head:1",
     }  # fmt: skip
     assert parts.teachers == "teachers"
     assert (parts.keep, parts.total_steps) == (-1, 4)
@@ -234,8 +235,8 @@ def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts:
     assert given == [(2, ["3"], True)]
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": False, "with_teacher": False, "with_critic": False, "total_updates": 4, "checkpoint": path,
-        "ray_address": "head:1",
+        "with_engines": False, "with_teacher": False, "with_past": False, "with_critic": False,
+        "total_updates": 4, "checkpoint": path, "ray_address": "head:1",
     }  # fmt: skip
     assert (parts.keep, parts.total_steps) == (2, 4)
 
@@ -312,16 +313,16 @@ def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
     written = []
     monkeypatch.setattr(commands, "write_trajectories", lambda path, batch: written.append((path, batch)))
     out = tmp_path / "deep" / "t.jsonl"
-    commands.rollout(Path("r.yaml"), [], out=out, ray_address="head:1")
+    commands.rollout(Path("r.yaml"), [], out=out, conversations=None, min_reward=1.0, ray_address="head:1")
     assert written == [(out, ["a", "b"])]
     assert out.parent.is_dir()
     assert parts.prepared[1:] == ("rollout", {"train": True, "evaluate": False}, {"ray_address": "head:1"})
-    assert parts.started == {"with_engines": True, "with_teacher": True, "ray_address": "head:1"}
+    assert parts.started == {"with_engines": True, "with_teacher": True, "with_past": True, "ray_address": "head:1"}
     assert parts.teachers == "teachers"
     assert parts.noted[-1] == ("rollout", ["0", "1"], "step_000001")
     out.touch()
     with pytest.raises(ValueError, match="exists; remove it or give another --out"):
-        commands.rollout(Path("r.yaml"), [], out=out, ray_address=None)
+        commands.rollout(Path("r.yaml"), [], out=out, conversations=None, min_reward=1.0, ray_address=None)
 
 
 def test_an_export_checks_the_checkpoint_before_anything_starts(parts: Parts, tmp_path: Path, monkeypatch):
@@ -355,7 +356,7 @@ def test_the_client_of_a_rollout_knows_the_models_sizes(monkeypatch, routed: boo
     recipe = Recipe()
     recipe.rollout.routed_experts = routed
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="rollout")
-    start.rollout_stage(loaded, "task", engines, "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), "progress")
     ((_, task, client, progress), named) = made[0]
     assert client == {"vocab_size": 50, "routed_experts_shape": (3, 2) if routed else None}
     assert (task, progress, named["flush_caches"], named["teacher"]) == ("task", "progress", "flush", None)
@@ -379,18 +380,46 @@ def test_a_teacher_is_on_the_engines_that_the_run_started_or_on_servers_of_other
     recipe = Recipe()
     recipe.teacher.path = "teacher"
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="rollout")
-    start.rollout_stage(loaded, "task", engines, "progress", teachers)
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), "progress")
     assert connected == [(url, {"key": "own", "vocab_size": 50}) for url in ("http://a", "http://b")]
     made[0]["watch"]()
     assert watched == ["engines", "teachers"]
     recipe.teacher.path, recipe.teacher.urls = "", ["http://c/"]
-    start.rollout_stage(loaded, "task", engines, "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), "progress")
     assert connected[2:] == [("http://c", {"key": None, "vocab_size": 50})]
     assert made[1]["teacher"]._slots.qsize() == recipe.teacher.max_concurrency_per_engine
     # Alone in its batch, a segment has the same score each time.
     recipe.deterministic = True
-    start.rollout_stage(loaded, "task", engines, "progress", teachers)
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), "progress")
     assert made[2]["teacher"]._slots.qsize() == len(teachers.addresses)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_older_versions_have_a_client_of_their_own_with_one_request_at_a_time_where_a_run_must_repeat(
+    monkeypatch, deterministic: bool
+):
+    made, watched = [], []
+    monkeypatch.setattr(start, "read_hf_config", lambda path: {"vocab_size": 50})
+    monkeypatch.setattr(start, "RolloutStage", lambda *given, **named: made.append(named))
+    monkeypatch.setattr(start, "SglangEngine", lambda url, **how: (url, how))
+    engines = SimpleNamespace(client=lambda **_: None, watch=lambda: None, flush_caches=None, key="k")
+    past = SimpleNamespace(
+        client=lambda **sizes: sizes,
+        watch=lambda: watched.append("past"),
+        addresses=[SimpleNamespace(url="http://a")],
+        key="own",
+    )
+    recipe = Recipe()
+    recipe.deterministic = deterministic
+    loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="train")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, past=past), "progress")
+    client = made[0]["past"]
+    if deterministic:
+        assert client._engines == [("http://a", {"key": "own", "vocab_size": 50})]
+    else:
+        assert client == {"vocab_size": 50, "routed_experts_shape": None}
+    made[0]["watch"]()
+    assert watched == ["past"]
 
 
 def test_an_engine_that_ended_is_the_cause_of_what_failed_after_it():

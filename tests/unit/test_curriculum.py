@@ -3,6 +3,8 @@
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ FILES = {
     name: [Prompt(prompt_id=f"{name}:{i}", messages=[], label=None) for i in range(size)]
     for name, size in SIZES.items()
 }
+TWO_LEVELS = ["data.curriculum.levels={sum: [train, b]}"]
 LEVELS = {"sum": ["train", "sum_1", "sum_2"], "gcd": ["gcd_0", "gcd_1"]}
 
 
@@ -90,6 +93,31 @@ def test_a_level_begins_when_the_last_window_of_its_own_groups_is_solved_often_e
     assert level == 2
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_level_ends_when_the_last_window_of_its_own_groups_is_hardly_solved(seed):
+    rng = random.Random(seed)
+    data = curriculum(window=3, raise_at=0.7, lower_at=0.3)
+    level, rates, falls = 0, [], 0
+    for _ in range(300):
+        # The second file is solved half as often as the first, the third never.
+        name = LEVELS["sum"][level]
+        chance = {"train": 1.0, "sum_1": 0.5, "sum_2": 0.0}[name]
+        rewards = [float(rng.random() < chance) for _ in range(4)]
+        data.count(f"{name}:0", rewards)
+        rates = [*rates, sum(rewards) / 4][-3:]
+        step = 0
+        if len(rates) == 3 and level < 2 and sum(rates) / 3 >= 0.7:
+            step = 1
+        elif len(rates) == 3 and level and sum(rates) / 3 <= 0.3:
+            step = -1
+        if step:
+            level, rates, falls = level + step, [], falls + (step < 0)
+            weights = {name: 1 if place == level else 0.2 for place, name in enumerate(LEVELS["sum"][: level + 1])}
+            assert shares(data) == pytest.approx(expected(**weights, gcd_0=1, words=1), abs=1e-3)
+        assert data.metrics()["data/level/sum"] == level
+    assert falls > 3
+
+
 @pytest.mark.parametrize("stop", [0, 3, 17, 60])
 def test_a_resumed_curriculum_goes_on_with_what_would_have_come_next(stop):
     def step(data: Curriculum) -> list[str]:
@@ -101,6 +129,28 @@ def test_a_resumed_curriculum_goes_on_with_what_would_have_come_next(stop):
     def begun() -> Curriculum:
         return curriculum(raise_at=0.5, seed=4)
 
+    assert_goes_on(begun, step, stop)
+
+
+@pytest.mark.parametrize("stop", [1, 8, 21, 60])
+def test_a_resumed_curriculum_whose_levels_fall_goes_on_with_what_would_have_come_next(stop):
+    def step(data: Curriculum) -> list[str]:
+        taken = [prompt.prompt_id for prompt in data.take(3)]
+        for prompt_id in taken:
+            data.count(prompt_id, [float(not prompt_id.startswith(("sum_2", "gcd_1")))])
+        return [*taken, str(data.metrics()["data/level/sum"])]
+
+    def begun() -> Curriculum:
+        return curriculum(raise_at=0.9, lower_at=0.1, seed=4)
+
+    assert_goes_on(begun, step, stop)
+    data = begun()
+    levels = [float(step(data)[-1]) for _ in range(60)]
+    assert {later - before for before, later in pairwise(levels)} == {-1, 0, 1}
+
+
+def assert_goes_on(begun: Callable[[], Curriculum], step: Callable[[Curriculum], list[str]], stop: int) -> None:
+    """A curriculum that is saved and restored after some steps does in further ones what one without a stop does."""
     whole, stopped, resumed = begun(), begun(), begun()
     before = [step(whole) for _ in range(stop)]
     assert [step(stopped) for _ in range(stop)] == before
@@ -244,6 +294,8 @@ def test_groups_that_are_solved_whole_count_though_they_are_replaced(tmp_path):
             ["levels: algorithm.dynamic_sampling.refill"],
         ),
         (["data.curriculum.raise_at=1.5"], "train", ["raise_at: "]),
+        ([*TWO_LEVELS, "data.curriculum.lower_at=0.8"], "train", ["lower_at: 0.8 is not less than raise_at"]),
+        ([*TWO_LEVELS, "data.curriculum.lower_at=0"], "train", []),
         (["data.curriculum.window=0"], "train", ["window: "]),
         (["data.curriculum.passed_weight=-1"], "train", ["passed_weight: "]),
     ],

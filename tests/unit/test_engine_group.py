@@ -20,7 +20,7 @@ from slimrl.engines.lockstep import LockstepEngine
 from slimrl.engines.routing import RoutedEngines
 from slimrl.engines.servers.control import EngineMemory
 from slimrl.engines.servers.process import ServerError
-from slimrl.engines.servers.server import ENGINE, TEACHER
+from slimrl.engines.servers.server import ENGINE, PAST, TEACHER
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster import engine_actor, engine_group, engine_sites
 from slimrl.runtime.cluster.engine_actor import EngineActor, EngineAddress
@@ -98,7 +98,7 @@ class Actors:
         return Answers(method.__name__, self.answers(method.__name__, given), self.whole)
 
     def answers(self, method, given):
-        if method in ("pause", "release_memory", "resume_memory"):
+        if method in ("pause", "release_memory", "resume_memory", "load_checkpoint"):
             self.given += [(name, method, given) for name in self.names]
             return {name: self.refused.get(name) for name in self.names}
         return {name: getattr(self, method)(name) for name in self.names}
@@ -137,7 +137,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
         monkeypatch.setattr(engine_sites, "RemoteEngine", handle)
         slots = [[SimpleNamespace(node=SimpleNamespace(name="host"))] for _ in range(engines)]
         places = SimpleNamespace(
-            placement=SimpleNamespace(engines=slots, teachers=slots),
+            placement=SimpleNamespace(engines=slots, teachers=slots, past=slots),
             options=lambda slot, variables: given.append(variables) or {},
             devices=lambda slots: (),
             resource="CPU",
@@ -719,3 +719,13 @@ def test_an_engine_of_several_gpus_sees_all_of_them_and_another_what_its_process
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
     engine(("2", "5"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"
+
+
+def test_an_engine_of_older_versions_loads_a_folder_and_the_run_ends_with_it(start: Start, tmp_path: Path):
+    group, actors = start(engines=2, role=PAST)
+    group.load_checkpoint(tmp_path / "step_000010", 10)
+    assert actors.given == [(name, "load_checkpoint", (tmp_path / "step_000010", 10)) for name in ("past 0", "past 1")]
+    watch(group)
+    actors.kill("past 1")
+    with pytest.raises(StageError, match="past 1 was ended by SIGKILL"):
+        watch(group)

@@ -75,7 +75,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[EngineGrou
     monkeypatch.setattr(engine_sites, "RemoteEngine", handle)
     a, b, c = (SimpleNamespace(node=name) for name in "abc")
     places = SimpleNamespace(
-        placement=SimpleNamespace(engines=[(a, a, b, b), (c, c)]),
+        placement=SimpleNamespace(engines=[(a, a, b, b), (c, c)], teachers=[], past=[]),
         options=lambda *given: {},
         devices=lambda slots: tuple(slot.node for slot in slots),
         resource="CPU",

@@ -50,7 +50,7 @@ class Runner:
 def runner(monkeypatch) -> Runner:
     runner = Runner()
     monkeypatch.setattr(episode_worker, "capture_output", lambda path: None)
-    code = SimpleNamespace(episode_runner=lambda recipe, engine, logs: runner)
+    code = SimpleNamespace(episode_runner=lambda *_: runner)
     monkeypatch.setattr(episode_worker, "load_episode_code", lambda loaded, sandbox: code)
     return runner
 
@@ -137,7 +137,7 @@ async def test_the_worker_is_told_which_engines_serve(runner):
 
 async def test_the_code_of_episodes_is_loaded_where_the_drivers_variables_are(runner, monkeypatch):
     monkeypatch.setenv("KEY_OF_A_TOOL", "before")
-    code, seen = SimpleNamespace(episode_runner=lambda recipe, engine, logs: runner), []
+    code, seen = SimpleNamespace(episode_runner=lambda *_: runner), []
 
     def load(loaded: LoadedRecipe, sandbox: SandboxPool) -> SimpleNamespace:
         seen.append(os.environ["KEY_OF_A_TOOL"])

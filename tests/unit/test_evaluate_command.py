@@ -10,6 +10,7 @@ from recipe_problems import recipe_problems
 from typer.testing import CliRunner
 
 from slimrl import cli
+from slimrl.config.schema.agent import RoleConfig
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import Status
@@ -30,6 +31,7 @@ class Parts:
         self.starts: list[dict] = []
         self.prepared: tuple = ()
         self.ends_after: int | None = None
+        self.loaded: list[tuple] = []
 
     def evaluate(self, name, prompts, *, label, items):
         assert label == "eval"
@@ -61,10 +63,11 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     @contextmanager
     def started(recipe, folder, progress, **how):
         made.starts.append(how)
-        yield SimpleNamespace(engines="engines")
+        past = SimpleNamespace(load_checkpoint=lambda *given: made.loaded.append(given))
+        yield SimpleNamespace(engines="engines", past=past if how["with_past"] else None)
 
     @contextmanager
-    def rollout_stage(loaded, task, engines, progress):
+    def rollout_stage(loaded, task, processes, progress):
         yield made
 
     def resolved(loaded):
@@ -87,9 +90,15 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def evaluate(checkpoint: Path, out: Path | None = None, json_file: Path | None = None, *overrides: str) -> None:
+def evaluate(
+    checkpoint: Path,
+    out: Path | None = None,
+    json_file: Path | None = None,
+    *overrides: str,
+    past: Path | None = None,
+) -> None:
     evaluation.evaluate(
-        Path("r.yaml"), overrides, checkpoint=checkpoint, out=out, json_file=json_file, ray_address="head:1"
+        Path("r.yaml"), overrides, checkpoint=checkpoint, past=past, out=out, json_file=json_file, ray_address="head:1"
     )
 
 
@@ -98,7 +107,7 @@ def test_an_evaluation_reports_every_set_and_starts_no_trainer(parts: Parts, che
     evaluate(checkpoint, None, report, "a=1")
     read = {"train": False, "evaluate": True}
     assert parts.prepared == (["a=1", f"model.path={checkpoint}"], "eval", read, {"ray_address": "head:1"})
-    assert parts.starts == [{"with_engines": True, "ray_address": "head:1"}]
+    assert parts.starts == [{"with_engines": True, "with_past": False, "ray_address": "head:1"}]
     written = json.loads(report.read_text())
     assert written["checkpoint"] == str(checkpoint)
     figures = {name: (one["num_prompts"], one["reward_mean"]) for name, one in written["sets"].items()}
@@ -196,3 +205,23 @@ def test_samples_that_measure_nothing_are_refused(command, overrides, key, said)
 )
 def test_samples_at_a_temperature_are_fine_and_so_is_one_greedy_sample(overrides):
     assert recipe_problems(RECIPE, overrides, command="eval") == []
+
+
+def test_an_older_version_plays_from_a_folder_of_its_own(parts: Parts, checkpoint: Path, tmp_path: Path):
+    parts.recipe.agent.roles = {"right": RoleConfig(player="past")}
+    with pytest.raises(ValueError, match="a role has the player past, an older version"):
+        evaluate(checkpoint)
+    older = tmp_path / "older"
+    older.mkdir()
+    with pytest.raises(ValueError, match=r"--past .*older: holds no config\.json"):
+        evaluate(checkpoint, past=older)
+    (older / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    evaluate(checkpoint, out, past=older)
+    assert parts.prepared[0] == [f"model.path={checkpoint}", "agent.past_versions.every_steps=1"]
+    assert parts.starts[-1]["with_past"]
+    assert parts.loaded == [(older, 0)]
+    # Games against another version are another evaluation.
+    (older / "config.json").write_text('{"other": 1}')
+    with pytest.raises(ValueError, match=r"which differ in past/config\.json"):
+        evaluate(checkpoint, out, past=older)

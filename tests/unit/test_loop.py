@@ -6,6 +6,7 @@ The stages are fakes that write down their calls; steps, metrics, checkpoints an
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from slimrl.observability.trackers import Trackers
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.step_rollout import StepRollout
-from slimrl.runtime import train_run
+from slimrl.runtime import past_versions, train_run
 from slimrl.runtime.background_evaluation import Evaluated
 from slimrl.runtime.loop import train
 from slimrl.runtime.state import RunState
@@ -203,6 +204,7 @@ def play(
     sets=("heldout",),
     train_files=None,
     service=None,
+    past=None,
 ) -> RunFolder:
     """A run from its start, or from its newest checkpoint, to wherever it comes."""
     folder = open_run_folder(where, "run", "seed: 1\n", resume=resume)
@@ -223,6 +225,7 @@ def play(
             trainers=stages,
             engines=stages,
             stage=stages,
+            past_engines=past,
             trackers=trackers,
             progress=stages,
             state=state,
@@ -478,6 +481,42 @@ def test_what_a_rollout_earned_is_measured_and_sampled_as_the_recipe_says(tmp_pa
     assert lines(folder)[1]["rollout/tokens"] == 5
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_s_trajectories_are_recorded_after_its_updates_also_where_these_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    stages = Stages()
+
+    class Recording:
+        def __init__(self, settings, folder, task, step, say):
+            assert (settings.recorded_trajectories_per_step, folder.path.name, step) == (0, "run", 0)
+
+        def choose(self, step, batch):
+            stages.calls.append(f"choose of {step.number}")
+
+        def write_step(self):
+            stages.calls.append("write")
+
+        def finish(self):
+            stages.calls.append("written")
+
+    train_well = stages.train
+
+    def learn(step, updates):
+        train_well(step, updates)
+        if fails:
+            raise RunError("trainer and engines disagree")
+
+    monkeypatch.setattr(stages, "train", learn)
+    monkeypatch.setattr(train_run, "Recording", Recording)
+    with pytest.raises(RunError) if fails else nullcontext():
+        play(recipe_of(1), stages, tmp_path)
+    calls = stages.calls[stages.calls.index("choose of 1") :]
+    assert calls[:5] == ["choose of 1", "prepare", "logprobs", "train", "write"]
+    assert calls[5:6] == (["written"] if fails else ["resync 1"])
+    assert calls.count("written") == 1
+
+
 class Beside:
     """A rollout beside the training, of which a group ends at each look; the run is preempted in one of the waits."""
 
@@ -590,3 +629,36 @@ def test_the_wait_for_a_background_evaluation_is_a_part_of_the_step_and_not_of_i
         assert sum(line.get(f"time/{phase}_s", 0.0) for phase in PHASES) == pytest.approx(line["time/step_s"])
     without = read_metrics(play(recipe_of(1), Stages(), tmp_path / "without").metrics)
     assert not any("time/eval_wait_s" in line for line in without)
+
+
+class WithOlderVersions(Stages):
+    """Writes versions, and has the engines that load them."""
+
+    def export_hf(self, directory: Path):
+        self._note(f"write {'/'.join(directory.parts[-2:])}")
+        directory.mkdir(parents=True)
+
+    def load_checkpoint(self, folder: Path, version: int):
+        assert folder.is_dir()
+        self._note(f"load {version}")
+
+
+def test_an_older_version_is_written_after_a_resync_and_loaded_before_a_rollout(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(past_versions, "against_past", lambda trajectory: 1.0)
+    monkeypatch.setattr(train_run, "plays_past", lambda prompts, agent: True)
+    monkeypatch.setattr(past_versions, "chosen", lambda results, choice, seed, step: int(list(results)[-1]))
+    recipe, stages = recipe_of(3, every=1, every_steps=2), WithOlderVersions()
+    recipe.agent.past_versions.every_steps = 1
+    folder = play(recipe, stages, tmp_path, past=stages)
+    shown = [call for call in stages.calls if not call.startswith(("prepare", "logprobs", "line", "connect"))]
+    assert [call.partition(" of ")[0] for call in shown] == [
+        "resync 0", "write past_versions/step_000000",
+        "load 0", "rollout step_000001", "train", "resync 1", "write past_versions/step_000001", "checkpoint",
+        "load 1", "rollout step_000002", "train", "resync 2", "write past_versions/step_000002", "checkpoint",
+        "load 0", "eval_000002 on heldout",
+        "load 2", "rollout step_000003", "train", "resync 3", "write past_versions/step_000003", "checkpoint",
+        "write export/hf",
+    ]  # fmt: skip
+    assert [line.get("past/version") for line in read_metrics(folder.metrics)] == [None, 0, 1, 2]
+    assert list(saved_state(folder).past_versions) == ["0", "1", "2", "3"]
+    assert saved_state(folder).past_versions["2"] == [1.0, 1.0]

@@ -6,6 +6,8 @@ from slimrl.base.errors import StageError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.config.schema.trainer import ParallelConfig
+from slimrl.estimates.resync.command import planned_cluster
+from slimrl.launch.submit import process_counts
 from slimrl.runtime.cluster.placement import Node, Placement, most_slots, place, place_on_fewest, place_what_fits
 
 
@@ -241,6 +243,30 @@ def test_a_planned_cluster_has_room_for_the_teacher():
         ValueError, match=r"teacher.engine_tp = 16, and each engine is on 1 node. Raise teacher.engine_n"
     ):
         place_on_fewest(with_teacher(tp=16), 8, num_ranks=8, num_engines=8, num_teachers=1)
+
+
+def test_older_versions_take_slots_of_their_own_after_the_teacher_and_are_counted_in_a_plan():
+    made = with_teacher(engine_tp=2)
+    placement = place(made, cluster(4, 4), num_ranks=4, num_engines=2, num_teachers=1, num_past=1)
+    assert of_teachers(placement) == ["b0"]
+    assert ["".join(f"{slot.node.name}{slot.number}" for slot in slots) for slots in placement.past] == ["b1b2"]
+    assert len(placement.slots) == 7
+    with pytest.raises(StageError) as raised:
+        place(made, cluster(4, 2), num_ranks=4, num_engines=2, num_teachers=1, num_past=1, unit="GPUs")
+    assert str(raised.value) == (
+        "the cluster is too small: older versions of the policy (agent.past_versions) need 1 x 2 GPUs of their own, "
+        "each engine on 1 node; free beside the run's other processes are GPUs on: a 0, b 1"
+    )
+    counts = {"num_ranks": 4, "num_engines": 2, "num_past": 2}
+    assert place_on_fewest(made, 4, **counts)[1] == 2
+    assert most_slots(made, **counts) == 12
+    made.agent.past_versions.num_engines = 3
+    assert process_counts(made, sft=False)["num_past"] == 0
+    without = planned_cluster(made, 4).gpus
+    made.agent.past_versions.every_steps = 5
+    assert process_counts(made, sft=False)["num_past"] == 3
+    assert process_counts(made, sft=True)["num_past"] == 0
+    assert planned_cluster(made, 4).gpus == without + 3 * 2
 
 
 def with_critic(*, sizes: ParallelConfig | None = None, **changes) -> Recipe:

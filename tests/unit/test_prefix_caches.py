@@ -49,7 +49,7 @@ class Task:
 
     eval_sets: dict[str, list[Prompt]]
 
-    def episode_runner(self, recipe: Recipe, engine: Engine, logs: object) -> SimpleNamespace:
+    def episode_runner(self, recipe: Recipe, engine: Engine, logs: object, past: object) -> SimpleNamespace:
         async def run(prompt: Prompt, *, trajectory_id: str, **_) -> Trajectory:
             cached = prompt.prompt_id in engine.cache
             engine.cache.add(prompt.prompt_id)

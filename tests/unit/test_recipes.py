@@ -68,6 +68,8 @@ def test_a_recipe_is_refused_by_no_rule(name):
         "agent.command_sandbox.paths",
         "data.train",
         "data.more.deepscaler",
+        "data.more.level_1",
+        "data.more.level_2",
         *evaluated,
         "trainer.fp8",
         "trainer.megatron.dsa_kernel_backend",

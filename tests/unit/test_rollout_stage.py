@@ -17,7 +17,7 @@ from slimrl.base.errors import RunError, StageError
 from slimrl.config.schema.agent import SandboxConfig
 from slimrl.config.schema.credit import CreditName
 from slimrl.config.schema.recipe import Recipe
-from slimrl.config.schema.rollout import RolloutMode
+from slimrl.config.schema.rollout import EvalSamplingConfig, RolloutMode
 from slimrl.data.prompt import Prompt
 from slimrl.data.trajectory import ENDED_AT, STARTED_AT, Segment, Status, Trajectory
 from slimrl.evaluation.items import Items
@@ -25,6 +25,7 @@ from slimrl.rewards.loading import Rewards
 from slimrl.rewards.parts import Part
 from slimrl.rewards.services import RewardServices
 from slimrl.rollout import stage as rollout_stage
+from slimrl.rollout.errors import TooManyFailed
 from slimrl.rollout.groups import Group
 from slimrl.rollout.slots import Slots
 from slimrl.rollout.stage import RolloutStage
@@ -152,6 +153,20 @@ def test_what_the_episodes_need_starts_first_and_ends_before_the_connections():
         stage.rollout(PROMPTS[:1], label="step_000001")
     assert episodes.journal[0] == "episodes start"
     assert episodes.journal[-2:] == ["episodes stop", "connections closed"]
+
+
+def test_games_have_a_trajectory_for_each_prompt_with_the_sampling_of_an_evaluation():
+    episodes = Episodes()
+    with stage_of(episodes, eval_sampling=EvalSamplingConfig(temperature=0.5)) as stage:
+        planned = {"tournament/a b/0": PROMPTS[0], "tournament/a b/1": PROMPTS[1]}
+        played = stage.play("a against b", planned)
+        assert {one.trajectory_id: one.group_id for one in played} == {
+            name: prompt.prompt_id for name, prompt in planned.items()
+        }
+        assert [temperature for temperature, _ in episodes.settings] == [0.5, 0.5]
+        episodes.endings = {2: Status.failed}
+        with pytest.raises(TooManyFailed, match="a against b"):
+            stage.play("a against b", planned)
 
 
 def test_an_evaluation_beside_groups_neither_holds_them_up_nor_ends_the_measuring_of_their_event_loop():

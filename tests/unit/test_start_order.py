@@ -27,11 +27,14 @@ class Noted:
         return call
 
 
+GROUPS = {"teacher": "teachers", "past": "older versions"}
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted: list[str] = []
     monkeypatch.setattr(
-        processes, "EngineGroup", lambda *given: Noted("teachers" if given[4:] == ("teacher",) else "engines", noted)
+        processes, "EngineGroup", lambda *given: Noted(GROUPS[given[4]] if given[4:] else "engines", noted)
     )
     monkeypatch.setattr(
         processes,
@@ -42,13 +45,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start(
-    *, colocated: bool, total_updates: int | None, num_engines: int = 1, num_teachers: int = 0, num_critics: int = 0
+    *,
+    colocated: bool,
+    total_updates: int | None,
+    num_engines: int = 1,
+    num_teachers: int = 0,
+    num_past: int = 0,
+    num_critics: int = 0,
 ) -> None:
     recipe = Recipe()
     recipe.rollout.colocated = colocated
     recipe.trainer.updates_per_rollout, recipe.critic.warmup_steps = 2, 3
     placement = SimpleNamespace(
-        engines=[()] * num_engines, teachers=[()] * num_teachers, critics=[SimpleNamespace()] * num_critics
+        engines=[()] * num_engines,
+        teachers=[()] * num_teachers,
+        past=[()] * num_past,
+        critics=[SimpleNamespace()] * num_critics,
     )
     places = SimpleNamespace(placement=placement)
     with ExitStack() as ends:
@@ -108,6 +120,22 @@ def test_a_teacher_has_devices_of_its_own_and_is_waited_for_last(calls: list[str
         "trainer: kill",
         "engines: stop",
         "teachers: stop",
+    ]
+
+
+def test_engines_of_older_versions_have_devices_of_their_own_too(calls: list[str]):
+    start(colocated=True, total_updates=40, num_past=1)
+    assert calls == [
+        "make older versions",
+        "make trainer for 40 updates",
+        f"trainer: start {CHECKPOINT}",
+        "trainer: release_memory ['gradients', 'optimizer', 'weights']",
+        "make engines",
+        "engines: wait_ready",
+        "older versions: wait_ready",
+        "trainer: kill",
+        "engines: stop",
+        "older versions: stop",
     ]
 
 

@@ -277,7 +277,7 @@ def stage_of(
     recipe.rollout.max_failed_fraction = 1.0
     task = SimpleNamespace(
         sandbox=SandboxPool(SandboxConfig()),
-        episode_runner=lambda recipe, engine, logs: parts,
+        episode_runner=lambda *_: parts,
         rewards=Rewards(function=lambda trajectory, prompt: 1.0),
     )
     teacher = Teacher([engine], slots_per_engine=3, timeout_s=1.0)

@@ -7,7 +7,9 @@ import typer
 from slimrl_tools.command_options import Seed, count
 from slimrl_tools.exit_codes import exit_codes
 
-app = typer.Typer(no_args_is_help=True, help="Questions from a graph of facts (docs/synthesis.md).")
+app = typer.Typer(
+    no_args_is_help=True, help="Questions from a graph of facts, and tasks from calls of tools (docs/synthesis.md)."
+)
 
 ALL_KINDS = "chain,intersection,union,negation,projection"
 
@@ -91,3 +93,44 @@ def hindsight(
     with exit_codes():
         made = tell_again(trajectories, graph, phrases, out, seed)
         typer.echo(f"{out}: {made['questions']} questions of {made['trajectories']['number']} trajectories")
+
+
+@app.command()
+def forward(
+    tools: Annotated[
+        str,
+        typer.Argument(metavar="TOOLS", help="A recipe with agent.tools, or import paths with commas between them."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for prompts and conversations.")],
+    steps: Annotated[Path | None, typer.Option(help="JSONL of how tools are called at random, and in words.")] = None,
+    plan_url: Annotated[str, typer.Option(help="OpenAI-compatible API, up to /v1, that proposes plans.")] = "",
+    plan_model: Annotated[str, typer.Option(help="The API's name of the model.")] = "",
+    plan_key_env: Annotated[str, typer.Option(help="Environment variable with the API's key.")] = "",
+    tool_args: Annotated[str, typer.Option(help="JSON object of arguments that the policy does not give.")] = "{}",
+    depth: Annotated[int, count("Most calls of a plan; all numbers up to it in equal parts.")] = 3,
+    num: Annotated[int, count("Tasks to train on.")] = 1000,
+    heldout: Annotated[int, count("Tasks to evaluate on.")] = 100,
+    conversations: Annotated[
+        int, typer.Option(min=0, help="Tasks to train on whose calls sft.jsonl has as demonstrations.")
+    ] = 500,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Deadline of a call, in seconds.")] = 30.0,
+    seed: Seed = 0,
+) -> None:
+    """Plan calls of tools, make them, and write tasks whose answers are what came out.
+
+    \b
+    Example:
+      slimrl-tools synthesize forward slimrl.agent.calculator:calculator data/forward --steps steps.jsonl
+    """
+    from slimrl_tools.synthesis.forward.forward import Source, synthesize_forward
+
+    with exit_codes():
+        source = Source(steps=steps, url=plan_url, model=plan_model, key_env=plan_key_env)
+        made = synthesize_forward(
+            tools, out, source, tool_args=tool_args, num=num, heldout=heldout, conversations=conversations,
+            depth=depth, timeout_s=timeout_s, seed=seed,
+        )  # fmt: skip
+        left_out = ", ".join(f"{number} {reason}" for reason, number in made["left_out"].items())
+        typer.echo(
+            f"{out}: {num} + {heldout} tasks, {made['conversations']} conversations\nleft out: {left_out or 'none'}"
+        )

@@ -66,9 +66,9 @@ class Questions:
         """
         targets = sorted(self.heldout) if heldout else self._graph.answerable
         found: list[Question] = []
-        shares = _shares(count, [(kind, hops) for kind in kinds for hops in range(MIN_DEPTH[kind], max_depth + 1)])
+        cells = shares(count, [(kind, hops) for kind in kinds for hops in range(MIN_DEPTH[kind], max_depth + 1)])
         with Solver(self._graph.facts) as solver:
-            for (kind, hops), share in shares:
+            for (kind, hops), share in cells:
                 for number in range(share):
                     question = self._new(kind, hops, targets, heldout)
                     if question is None:
@@ -129,7 +129,7 @@ def verify(question: Question, solver: Solver) -> None:
         raise CheckFailed(f"{question.text} {question.answer}, but the second solver has {answers}")
 
 
-def _shares[T](count: int, cells: Sequence[T]) -> list[tuple[T, int]]:
+def shares[T](count: int, cells: Sequence[T]) -> list[tuple[T, int]]:
     """A number in equal parts, the first ones larger by one."""
     each, more = divmod(count, len(cells))
     return [(cell, each + (place < more)) for place, cell in enumerate(cells)]

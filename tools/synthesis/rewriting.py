@@ -71,7 +71,7 @@ class Rewriter:
     async def _reworded(self, text: str) -> str:
         messages = [{"role": "user", "content": TASK + text}]
         request = {"model": self._model, "max_tokens": MAX_TOKENS, "messages": messages}
-        return last_line(_content(await self._endpoint.post(COMPLETIONS, request)))
+        return last_line(content(await self._endpoint.post(COMPLETIONS, request)))
 
 
 def says_the_same(text: str, question: Question, phrases: Phrases) -> bool:
@@ -100,7 +100,8 @@ def _stems(text: str) -> set[str]:
     return {word[:STEM].lower() for word in _WORD.findall(text) if len(word) >= STEM}
 
 
-def _content(answer: Any) -> str:
+def content(answer: Any) -> str:
+    """The text of a chat completion; raises EndpointError if the answer is none."""
     try:
         return str(answer["choices"][0]["message"]["content"] or "")
     except (KeyError, IndexError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""`slimrl-tools calculator-data` and `python-data`: the files of toy tasks."""
+"""`slimrl-tools calculator-data`, `python-data` and `proposer-data`: the files of toy tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +29,10 @@ TASKS = (
     ToyTask(
         name="python",
         help="Write the Python task: questions that a short program answers, and conversations for the cold start.",
+    ),
+    ToyTask(
+        name="proposer",
+        help="Write the proposer task: prompts to make up arithmetic, problems to evaluate on, and conversations.",
     ),
 )
 

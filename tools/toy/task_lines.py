@@ -14,7 +14,7 @@ def asked(text: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
 
 
-def call(tool: str, **arguments: str) -> dict[str, Any]:
+def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
     """The message that calls a tool."""
     function = {"name": tool, "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from slimrl.agent.conversation import Conversation
 from slimrl.agent.environment import Message, Observation, Turn
+from slimrl.agent.roles.past_conversation import PastConversation
 from slimrl.agent.roles.player_conversation import PlayerConversation
 from slimrl.data.trajectory import Segment, Status
 
@@ -23,6 +24,7 @@ class Conversations:
         self.by_role = {first.role: begin(first)}
         self.role = first.role
         """Whose turn is next"""
+        self.groups = {first.role: first.group}
         self._last_turns: dict[str, Turn] = {}
 
     @property
@@ -39,7 +41,8 @@ class Conversations:
 
     @property
     def of_policy(self) -> list[Conversation]:
-        return [one for one in self.by_role.values() if isinstance(one, Conversation)]
+        others = (PlayerConversation, PastConversation)
+        return [one for one in self.by_role.values() if not isinstance(one, others)]
 
     @property
     def segments(self) -> list[Segment]:
@@ -56,7 +59,7 @@ class Conversations:
         """Those of a branch of the episode; see Conversation.fork. Of the policy alone, without roles."""
         other = copy.copy(self)
         other.by_role = {role: one.fork(number) for role, one in self.by_role.items() if isinstance(one, Conversation)}
-        other._last_turns = {**self._last_turns}
+        other._last_turns, other.groups = {**self._last_turns}, {**self.groups}
         return other
 
     async def sample_turn(self) -> Turn | Status:
@@ -81,6 +84,7 @@ class Conversations:
         self.role = observation.role
         if self.role not in self._last_turns:
             self.by_role[self.role] = self._begin(observation)
+            self.groups[self.role] = observation.group
             self._count_others()
             return self.current.has_room
         self._count_others()

@@ -1,12 +1,13 @@
 """Who plays a role in place of the policy: a function, or an object of a class that is made once (`agent.players`)."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from slimrl.agent.environment import EnvironmentFailure, Message
 from slimrl.config.import_path import resolve
 from slimrl.config.problems import suggestion
-from slimrl.config.schema.agent import POLICY, AgentConfig, PlayerConfig
+from slimrl.config.schema.agent import PAST, POLICY, AgentConfig, PlayerConfig
 from slimrl.data.prompt import Prompt
 
 PLAYERS = "players"
@@ -48,8 +49,8 @@ def player_of(role: str, prompt: Prompt, agent: AgentConfig) -> str:
 
 def refuse_unknown_players(prompts: Sequence[Prompt], agent: AgentConfig) -> list[str]:
     """`file:line: problem` of each prompt whose metadata names players that the recipe has not."""
-    known, problems = (POLICY, *agent.players), []
-    for prompt in prompts if agent.players else ():
+    known, problems = agent.player_names, []
+    for prompt in prompts if len(known) > 1 else ():
         named = prompt.metadata.get(PLAYERS, {})
         if not isinstance(named, dict):
             problems.append(f"{prompt.source}: metadata.{PLAYERS} is {named!r}, not an object of players by role")
@@ -61,6 +62,12 @@ def refuse_unknown_players(prompts: Sequence[Prompt], agent: AgentConfig) -> lis
                     f"{prompt.source}: metadata.{PLAYERS}.{role} is {name!r}; there are {', '.join(known)}.{meant}"
                 )
     return problems
+
+
+def plays_past(prompts: Iterable[Prompt], agent: AgentConfig) -> bool:
+    """Whether an older version of the policy plays a role in episodes of these prompts."""
+    named = (prompt.metadata.get(PLAYERS, {}).values() for prompt in prompts)
+    return PAST in chain((role.player for role in agent.roles.values()), *named)
 
 
 def load_players(settings: Mapping[str, PlayerConfig]) -> dict[str, Player]:

@@ -161,6 +161,33 @@ class SubagentConfig:
 
 POLICY = "policy"
 """Stands for the model that is trained, as a role's player"""
+PAST = "past"
+"""Stands for an older version of it"""
+
+
+class VersionChoice(str, Enum):
+    """How the older version of a step is drawn (docs/agents.md#older-versions-as-players)."""
+
+    recency = "recency"
+    """The newest is likeliest: weights 1, 1/2, 1/3, and so on."""
+    win_rate = "win_rate"
+    """Those against which the policy does worst are likeliest: weight (1 - p)^2 with a win rate of p."""
+    uniform = "uniform"
+    """All are equally likely."""
+
+
+@dataclass(kw_only=True)
+class PastVersionsConfig:
+    """Older versions of the policy, which play roles by the name `past` (docs/agents.md#older-versions-as-players)."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between two versions that are kept; 0 for no older versions and no engines for them."""
+    keep: Annotated[int, Strict(), Ge(2)] = 8
+    """Most versions to draw from: the first, which is the start, and the newest ones."""
+    choice: VersionChoice = VersionChoice.recency
+    """How the version of a step is drawn."""
+    num_engines: PositiveInt = 1
+    """Engines that play them, each like one of the rollout, on devices of their own."""
 
 
 @dataclass(kw_only=True)
@@ -179,7 +206,7 @@ class RoleConfig:
     """A role of an environment of several: the settings of `agent.roles.NAME`."""
 
     player: str = POLICY
-    """Who plays it: `policy`, or one of `agent.players`. A prompt's metadata may say otherwise."""
+    """Who plays it: `policy`, `past`, or one of `agent.players`. A prompt's metadata may say otherwise."""
     train: Flag = True
     """Whether the policy is trained on what it says in this role."""
 
@@ -250,6 +277,7 @@ class AgentConfig:
     """Roles of an environment of several whose settings differ from RoleConfig's (docs/agents.md#several-roles)."""
     players: dict[str, PlayerConfig] = field(default_factory=dict)
     """Who plays roles in place of the policy, by name."""
+    past_versions: PastVersionsConfig = field(default_factory=PastVersionsConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     """Search over the steps of an episode (docs/agents.md#search-over-steps)."""
     workers: PositiveInt = 1
@@ -307,3 +335,8 @@ class AgentConfig:
     @property
     def uses_gateway(self) -> bool:
         return bool(self.command or self.function)
+
+    @property
+    def player_names(self) -> tuple[str, ...]:
+        """The names that a role may have as its player."""
+        return (POLICY, *([PAST] if self.past_versions.every_steps else []), *self.players)

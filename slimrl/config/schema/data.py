@@ -9,6 +9,7 @@ from slimrl.config.schema.types import (
     FilePath,
     Flag,
     Float,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -36,6 +37,8 @@ class CurriculumConfig:
     raise_at: PositiveFraction = 0.8
     """Success rate at which the next file begins: the mean over groups of the fraction of their trajectories with
     `eval.pass_reward` or more."""
+    lower_at: Fraction | None = None
+    """Success rate at which the file before begins again, less than `raise_at`; null for never."""
     window: PositiveInt = 64
     """Groups of the present file over which the rate is measured, and the least that it takes."""
     passed_weight: NonNegativeFloat = 0.2

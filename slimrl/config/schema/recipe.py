@@ -59,6 +59,11 @@ class Recipe:
         return self.critic.trainer.num_ranks if self.has_critic else 0
 
     @property
+    def past_engines(self) -> int:
+        """Engines for older versions of the policy that the run starts."""
+        return self.agent.past_versions.num_engines if self.agent.past_versions.every_steps else 0
+
+    @property
     def step_trajectories(self) -> int | None:
         """The most trajectories of a step that run at a time; None where those of other steps run among them."""
         if self.rollout.spans_steps:

@@ -58,6 +58,8 @@ class TrackingConfig:
     """wandb's project for the run."""
     more: list[TrackerName] = field(default_factory=list)
     """Trackers besides wandb that get the metrics; each needs the package of its name."""
+    prometheus: str = ""
+    """HOST:PORT at which the driver shows the last step's metrics to Prometheus, to whoever asks; empty for none."""
     texts: Flag = False
     """Whether wandb and the others also get the readable trajectories of each step."""
     trajectories_per_step: NonNegativeInt = 4

@@ -54,8 +54,9 @@ one waits for a later turn."""
 _MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """Environment variable with the address at which the ranks of an engine find each other."""
 
-ENGINE, TEACHER = "engine", "teacher"
-"""Roles of an engine: one of a rollout, or one of the teacher, which no resync reaches."""
+ENGINE, TEACHER, PAST = "engine", "teacher", "past"
+"""Roles of an engine: one of a rollout; one of the teacher, or of older versions of the policy, which no resync
+reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +293,7 @@ class EngineServer:
             port: None for a free one.
             seed: for requests without a seed.
             deterministic, trust_remote_code, part, trajectories: see engine_arguments.
-            role: ENGINE or TEACHER, for errors; the kernels of a teacher may store its weights as they like.
+            role: for errors; the kernels of a teacher may store its weights as they like.
         """
         self.index, self._part, self._name = index, part, part_name(index, 0, role)
         self._timeout_s, self._key = rollout.startup_timeout_s, key
@@ -309,7 +310,7 @@ class EngineServer:
             seed=seed,
             dequantize=(is_block_fp8(Path(model)) and not device.computes_block_fp8())
             or (is_packed_int4(Path(model)) and not cuda),
-            plain=role == ENGINE and (device.packs_engine_weights() or (cuda and stacks_experts(hf_config))),
+            plain=role != TEACHER and (device.packs_engine_weights() or (cuda and stacks_experts(hf_config))),
             linear_attention=has_linear_attention(hf_config),
             windows=bool(hf_config.get("sliding_window")) and stacks_experts(hf_config),
             wrapped=wrapper_of(hf_config) is not None,

@@ -93,6 +93,8 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
         )
     notes = [*_notes(planned, mean_tokens), *_draft_notes(planned), *_model_notes(planned, known.model)]
     teacher = _teacher(planned, hardware, notes)
+    if recipe.past_engines and not planned.sft:
+        notes.append("the time of the turns of older versions is not planned")
     critic = plan_critic(planned, hardware, mean_tokens=mean_tokens)
     if critic is not None:
         notes.append("the time of the critic's passes and updates is not planned")

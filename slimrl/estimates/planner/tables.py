@@ -93,6 +93,9 @@ def _print_world(console: Console, plan: Plan) -> None:
         )
         if teachers := recipe.teacher.engines_to_start:
             console.print(f"teacher: {counted(teachers, 'engine')} of {recipe.teacher.engine_tp} GPUs of their own")
+        if count := recipe.past_engines:
+            engines = counted(count, "engine")
+            console.print(f"older versions: {engines} like those above, on {rollout.engine_tp} GPUs of their own each")
         if plan.critic is not None:
             gib = f"{plan.critic.most_bytes / GIB:.1f} GiB of {plan.hardware.gpu_memory_gib:g} on the fullest"
             console.print(f"critic: {counted(recipe.critic_ranks, 'rank')} on GPUs of their own, {gib}")

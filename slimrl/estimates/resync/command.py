@@ -100,7 +100,7 @@ def estimate_resync(
 
 
 def planned_cluster(recipe: Recipe, gpus_per_node: int, *, with_engines: bool = True) -> Cluster:
-    """The placement of a run on as few nodes as possible, those of its teacher and its critic included.
+    """The placement of a run on as few nodes as possible, with its teacher, its older versions and its critic.
 
     Raises:
         ValueError: see `place_on_fewest`.
@@ -112,6 +112,7 @@ def planned_cluster(recipe: Recipe, gpus_per_node: int, *, with_engines: bool = 
         num_ranks=recipe.trainer.num_ranks,
         num_engines=num_engines,
         num_teachers=recipe.teacher.engines_to_start if with_engines else 0,
+        num_past=recipe.past_engines if with_engines else 0,
         num_critics=recipe.critic_ranks if with_engines else 0,
     )
     engines = tuple(

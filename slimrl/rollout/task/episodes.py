@@ -49,11 +49,12 @@ class EpisodeCode:
     """Searches the steps of each episode"""
 
     def episode_runner(
-        self, recipe: Recipe, engine: Engine, logs: TurnLogs | None = None
+        self, recipe: Recipe, engine: Engine, logs: TurnLogs | None = None, past: Engine | None = None
     ) -> EpisodeRunner | GatewayRunner:
         """
         Args:
             logs: of the episodes that a checkpoint may have to hold; None if it holds none.
+            past: the engines of older versions of the policy, if there are any.
         """
         engine = continued(engine, recipe, self.dialogues.chat.template.decode, logs)
         if self.agent is not None:
@@ -76,6 +77,7 @@ class EpisodeCode:
             summary_rule=self.summary_rule,
             subagents=self.subagents,
             players=self.players,
+            past=past,
             search=self.search,
             parallel_subagents=not recipe.deterministic,
         )

@@ -73,7 +73,7 @@ class EngineActor:
             node: this process's node; the server listens on its address.
             devices: GPU ids of an engine with several GPUs; empty if this process sees the right ones already.
             part: number of the engine's part that this actor owns.
-            role: ENGINE or TEACHER.
+            role: ENGINE, TEACHER or PAST.
             starts: of this engine's servers before, by other actors.
         """
         capture_output(logs / actor_log(index, part, role))
@@ -121,6 +121,12 @@ class EngineActor:
         if self.recipe.rollout.colocated:
             self.control.release_memory([EngineMemory.kv_cache, EngineMemory.cuda_graph])
         return address
+
+    def load_checkpoint(self, folder: Path, version: int) -> None:
+        """Serve a Hugging Face checkpoint of the same model as this version; no request may run. Raises EngineError."""
+        self.control.load_checkpoint(str(folder))
+        self.control.flush_when_idle()
+        self.control.set_version(version)
 
     def flush_cache(self) -> None:
         """Raises EngineError if the engine cannot flush its prefix cache."""
@@ -211,7 +217,7 @@ class EngineActor:
             part=None if meeting is None else EnginePart(number=self.part, meeting=meeting),
             role=self.role,
             # A teacher's requests are counted by its own concurrency.
-            trajectories=self.recipe.step_trajectories if self.role == ENGINE else None,
+            trajectories=None if self.role == TEACHER else self.recipe.step_trajectories,
         )
         try:
             self.server.wait_ready()

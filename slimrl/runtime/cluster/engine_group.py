@@ -25,7 +25,7 @@ from slimrl.base.errors import ActorLost, NodeLost, StageError
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.engines.servers.control import EngineMemory
-from slimrl.engines.servers.server import ENGINE, TEACHER
+from slimrl.engines.servers.server import ENGINE, PAST, TEACHER
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster.actors import ActorGroup
@@ -52,7 +52,7 @@ class EngineGroup(EngineRoster):
     ) -> None:
         """
         Args:
-            role: ENGINE; or TEACHER, and the recipe is that of its engines (`teacher_recipe`).
+            role: ENGINE; or TEACHER or PAST, and the recipe is that of its engines (`teacher_recipe`, `past_recipe`).
         """
         super().__init__(recipe)
         self._folder, self._progress, self._role = folder, progress, role
@@ -178,6 +178,15 @@ class EngineGroup(EngineRoster):
     def _forget_questions(self, name: str) -> None:
         """Drop the pending health checks of an engine, which are about its old server."""
         self._asked = self._asked.of(self._asked.refs.keys() - set(self._sites.parts[name]))
+
+    def load_checkpoint(self, folder: Path, version: int) -> None:
+        """Have all engines serve a Hugging Face checkpoint of their model as this version. No request may run, and no
+        resync may reach these engines. Raises StageError: one did not load it."""
+        for address in self.addresses:
+            self._forget_questions(address.name)
+        # The load, the flush and the version have a deadline each.
+        loads = self._serving_actors().begin(EngineActor.load_checkpoint, folder.absolute(), version)
+        loads.wait(timeout_s=3 * self._recipe.resync.timeout_s + 30)
 
     def flush_caches(self) -> None:
         """Flush the prefix cache of every engine; raises StageError if one has running requests."""
@@ -308,6 +317,9 @@ class EngineGroup(EngineRoster):
     def _judge(self, ended: Mapping[str, str]) -> None:
         """Restart or do without engines that have ended, given with their causes, or raise; see `watch`."""
         rollout, cause = self._recipe.rollout, StageError("; ".join(ended.values()))
+        if self._role == PAST:
+            # One that is started again would have the weights of the run's first model.
+            raise cause
         if self._role == TEACHER:
             if any(isinstance(self._lost.get(name), NodeLost) for name in ended):
                 raise cause

@@ -17,7 +17,7 @@ from typing import Concatenate
 from slimrl.config.env_vars import engine_variables
 from slimrl.config.schema.recipe import Recipe
 from slimrl.engines.engine_key import EngineKey
-from slimrl.engines.servers.server import TEACHER, part_name
+from slimrl.engines.servers.server import ENGINE, PAST, TEACHER, part_name
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.calls import Calls
@@ -65,7 +65,8 @@ class EngineSites:
         self._num_starts = Counter[str]()
         self._room: Room | None = None
         """Request for the slots of one more engine; None if none is pending"""
-        placed = places.placement.teachers if role == TEACHER else places.placement.engines
+        placement = places.placement
+        placed = {ENGINE: placement.engines, TEACHER: placement.teachers, PAST: placement.past}[role]
         for index, slots in enumerate(placed):
             self._make(Site(index=index, slots=slots, places=places))
         self._next_index = len(placed)

@@ -62,14 +62,15 @@ class WorkerFault(Exception):
 class EpisodeWorkers:
     """All workers of a run. `run` is that of EpisodeRunner."""
 
-    def __init__(self, loaded: LoadedRecipe, engine: Engine, logs: Path) -> None:
+    def __init__(self, loaded: LoadedRecipe, engine: Engine, logs: Path, past: Engine | None = None) -> None:
         """
         Args:
             engine: client of the engines, not connected yet; each worker gets a copy, and is told which may serve.
             logs: folder for the workers' output.
+            past: client of the engines of older versions of the policy, not connected yet either.
         """
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._workers = [_Worker(index, loaded, engine, logs) for index in range(loaded.recipe.agent.workers)]
+        self._workers = [_Worker(index, loaded, engine, logs, past) for index in range(loaded.recipe.agent.workers)]
         if isinstance(engine, RoutedEngines):
             engine.follow(self._tell_engines)
         self._saved: dict[str, Sequence[LoggedTurn]] = {}
@@ -175,9 +176,9 @@ class _Process:
 class _Worker:
     """One worker: its process, once it is needed."""
 
-    def __init__(self, index: int, loaded: LoadedRecipe, engine: Engine, logs: Path) -> None:
+    def __init__(self, index: int, loaded: LoadedRecipe, engine: Engine, logs: Path, past: Engine | None) -> None:
         self._name, self._log_stem = f"episode worker {index}", f"episodes_{index}"
-        self._loaded, self._engine, self._logs = loaded, engine, logs
+        self._loaded, self._engine, self._logs, self._past = loaded, engine, logs, past
         agent, rollout = loaded.recipe.agent, loaded.recipe.rollout
         starts_s = (1 + agent.start_retries) * (agent.start_timeout_s + agent.close_timeout_s)
         self._deadline_s = starts_s + rollout.trajectory_timeout_s + agent.close_timeout_s + GRACE_S
@@ -293,7 +294,7 @@ class _Worker:
             unless_ready.callback(ray.kill, actor)
             try:
                 async with asyncio.timeout(self._startup_s):
-                    process.pid = await actor.start.remote(self._loaded, self._engine, variables)
+                    process.pid = await actor.start.remote(self._loaded, self._engine, variables, self._past)
             except RayTaskError as error:  # may be a TimeoutError too
                 raise StageError(f"{self._name}: {error.cause}", str(error)) from error
             except LOST as error:

@@ -7,7 +7,8 @@ A slot is the room of one trainer rank: a GPU, or a core of a cluster without GP
 2. Engines that share devices with the trainer (`rollout.colocated`, or resync over `ipc`) use its ranks' slots, and if
    these do not suffice, free ones of the same nodes. Other engines use slots without a rank.
 3. An engine's slots are on one node, or in equal parts on `rollout.engine_nodes` nodes.
-4. Engines of a teacher come next, on slots that have neither a rank nor an engine.
+4. Engines of a teacher come next, on slots that have neither a rank nor an engine, and then those of older versions of
+   the policy.
 5. Ranks of a critic come last, on slots that have nothing else, in the way of the trainer's ranks.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from slimrl.base.errors import StageError
 from slimrl.config.critic import critic_recipe
+from slimrl.config.past_versions import past_recipe
 from slimrl.config.rollout_rules import LARGER_ENGINES
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.teacher import teacher_recipe
@@ -52,6 +54,8 @@ class Placement:
     """Slots of each engine, node by node"""
     teachers: tuple[tuple[Slot, ...], ...] = ()
     """Slots of each of the teacher's engines, node by node"""
+    past: tuple[tuple[Slot, ...], ...] = ()
+    """Slots of each engine of older versions of the policy, node by node"""
     critics: tuple[Slot, ...] = ()
     """Slot of each of the critic's ranks"""
 
@@ -63,13 +67,21 @@ class Placement:
     @cached_property
     def num_processes(self) -> Counter[Slot]:
         """Number of ranks and engines on each slot of the run."""
-        of_engines = (slot for slots in (*self.engines, *self.teachers) for slot in slots)
+        of_engines = (slot for slots in (*self.engines, *self.teachers, *self.past) for slot in slots)
         return Counter((*self.ranks, *of_engines, *self.critics))
 
 
-def most_slots(recipe: Recipe, *, num_ranks: int, num_engines: int, num_teachers: int = 0, num_critics: int = 0) -> int:
+def most_slots(
+    recipe: Recipe,
+    *,
+    num_ranks: int,
+    num_engines: int,
+    num_teachers: int = 0,
+    num_past: int = 0,
+    num_critics: int = 0,
+) -> int:
     """Slots of the run if trainer and engines share none."""
-    of_engines = num_engines * recipe.rollout.engine_tp + num_teachers * recipe.teacher.engine_tp
+    of_engines = (num_engines + num_past) * recipe.rollout.engine_tp + num_teachers * recipe.teacher.engine_tp
     return num_ranks + of_engines + num_critics
 
 
@@ -80,11 +92,13 @@ def place(
     num_ranks: int,
     num_engines: int,
     num_teachers: int = 0,
+    num_past: int = 0,
     num_critics: int = 0,
     unit: str = "slots",
 ) -> Placement:
     """
     Args:
+        num_past: engines of older versions of the policy.
         num_critics: ranks of the critic.
         nodes: in the order in which they are filled.
         unit: kind of slot, for errors: "GPUs" or "cores".
@@ -107,6 +121,13 @@ def place(
             needed = f"the teacher needs {num_teachers} x {tp} {unit} of its own, each engine on {spread}"
             raise StageError(_no_room(needed, nodes, placement, unit))
         placement = replace(placement, teachers=teachers)
+    if num_past:
+        past = _place_engines(past_recipe(recipe), nodes, placement.slots, num_past, shared=False)
+        if past is None:
+            tp, spread = recipe.rollout.engine_tp, counted(recipe.rollout.engine_nodes, "node")
+            needed = f"older versions of the policy (agent.past_versions) need {num_past} x {tp} {unit} of their own"
+            raise StageError(_no_room(f"{needed}, each engine on {spread}", nodes, placement, unit))
+        placement = replace(placement, past=past)
     if num_critics:
         critics = _place_ranks(critic_recipe(recipe), nodes, num_critics, taken=placement.slots)
         if critics is None:
@@ -131,6 +152,7 @@ def place_on_fewest(
     num_ranks: int,
     num_engines: int,
     num_teachers: int = 0,
+    num_past: int = 0,
     num_critics: int = 0,
 ) -> tuple[Placement, int]:
     """The placement on the fewest equal nodes that suffice, and their number.
@@ -139,11 +161,12 @@ def place_on_fewest(
         ValueError: no number of such nodes suffices.
     """
     shared = num_ranks > 0 and recipe.shares_devices
-    of_teachers = num_teachers * recipe.teacher.engine_tp
+    of_others = num_teachers * recipe.teacher.engine_tp + num_past * recipe.rollout.engine_tp
     of_engines = 0 if shared else num_engines * recipe.rollout.engine_tp
-    fewest = -(-(num_ranks + of_engines + of_teachers + num_critics) // slots_per_node)
+    fewest = -(-(num_ranks + of_engines + of_others + num_critics) // slots_per_node)
     # More nodes than processes do not help.
-    most = num_ranks + num_engines * recipe.rollout.engine_nodes + num_teachers * recipe.teacher.engine_nodes
+    most = num_ranks + (num_engines + num_past) * recipe.rollout.engine_nodes
+    most += num_teachers * recipe.teacher.engine_nodes
     most += num_critics
     for count in range(max(1, fewest), most + 1):
         names = (f"node{index}" for index in range(count))
@@ -155,6 +178,7 @@ def place_on_fewest(
                 num_ranks=num_ranks,
                 num_engines=num_engines,
                 num_teachers=num_teachers,
+                num_past=num_past,
                 num_critics=num_critics,
             )
             return placement, count

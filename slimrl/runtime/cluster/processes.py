@@ -7,8 +7,8 @@ the other, since an engine takes a fraction of the memory that it finds free:
 2. It releases all of its memory.
 3. The engines start. This is the first row of the table in memory_phases.py.
 
-A teacher's engines have devices of their own, start first and are waited for last. So have the ranks of a critic, which
-start after the trainer's.
+A teacher's engines have devices of their own, start first and are waited for last, and so do those of older versions of
+the policy. The ranks of a critic, too, have devices of their own, and start after the trainer's.
 """
 
 import logging
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimrl.config.critic import critic_recipe
+from slimrl.config.past_versions import past_recipe
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.teacher import teacher_recipe
 from slimrl.data.training import MemoryPart
-from slimrl.engines.servers.server import TEACHER
+from slimrl.engines.servers.server import PAST, TEACHER
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster.engine_group import EngineGroup
@@ -37,12 +38,13 @@ class Processes:
     engines: EngineGroup | None
     trainers: TrainerGroup | None
     teachers: EngineGroup | None = None
+    past: EngineGroup | None = None
     critics: TrainerGroup | None = None
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
         """(role, pid) of each process, engines first."""
-        parts = (self.engines, self.teachers, self.trainers, self.critics)
+        parts = (self.engines, self.teachers, self.past, self.trainers, self.critics)
         return tuple(role for part in parts if part is not None for role in part.roles)
 
 
@@ -61,13 +63,16 @@ def start_processes(
     Raises:
         StageError: a process did not start.
     """
-    engines = trainers = teachers = critics = None
+    engines = trainers = teachers = past = critics = None
     in_turn = recipe.rollout.colocated and total_updates is not None
     # Engines end after the trainer: they remove its leftovers in shared memory.
     engine_ends = ends.enter_context(ExitStack())
     if places.placement.teachers:
         teachers = EngineGroup(teacher_recipe(recipe), folder, progress, places, TEACHER)
         engine_ends.callback(teachers.stop)
+    if places.placement.past:
+        past = EngineGroup(past_recipe(recipe), folder, progress, places, PAST)
+        engine_ends.callback(past.stop)
     if places.placement.engines and not in_turn:
         engines = _start_engines(recipe, folder, progress, places, engine_ends)
     if total_updates is not None:
@@ -87,10 +92,10 @@ def start_processes(
             trainers.release_memory(list(MemoryPart))
             log.info("the trainer has released its memory; starting the engines")
             engines = _start_engines(recipe, folder, progress, places, engine_ends)
-    for group in (engines, teachers):
+    for group in (engines, teachers, past):
         if group is not None:
             group.wait_ready()
-    return Processes(engines=engines, trainers=trainers, teachers=teachers, critics=critics)
+    return Processes(engines=engines, trainers=trainers, teachers=teachers, past=past, critics=critics)
 
 
 def _start_engines(

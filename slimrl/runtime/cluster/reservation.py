@@ -121,7 +121,7 @@ class Reservation:
 
     def _find_devices(self) -> dict[Slot, str]:
         """GPU ids by slot, for engines with several GPUs: their process is in one bundle, and sees only its GPU."""
-        engines = (*self.placement.engines, *self.placement.teachers)
+        engines = (*self.placement.engines, *self.placement.teachers, *self.placement.past)
         several = {slot for slots in engines if len(slots) > 1 for slot in slots}
         if self.resource != "GPU" or not several:
             return {}

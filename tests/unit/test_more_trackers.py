@@ -2,14 +2,18 @@
 
 import importlib.util
 from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from test_observability import trajectory
 
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.run import TrackerName, TrackingConfig, WandbMode
 from slimrl.config.tracking_rules import missing_trackers
+from slimrl.observability.prometheus_tracker import PrometheusTracker
 from slimrl.observability.run_folder import RunFolder, open_run_folder
 from slimrl.observability.samples import as_markdown
 from slimrl.observability.trackers import Trackers
@@ -87,6 +91,33 @@ def test_an_mlflow_server_that_is_away_is_named_at_the_start_and_ends_no_run_lat
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(ValueError, match=r"tracking\.more: MLflow at http://127\.0\.0\.1:9: "):
         Trackers(open_run_folder(tmp_path, "other", ""), settings, {})
+
+
+def test_prometheus_reads_the_last_value_of_each_metric_while_the_run_lives():
+    tracker = PrometheusTracker("127.0.0.1:0", 'a "run"')
+    url = f"http://127.0.0.1:{tracker.port}"
+    tracker.log(1, {"reward/mean": 0.25, "eval/heldout/accuracy": 0.5})
+    tracker.log(2, {"reward/mean": 1e-7, "env/back\\slash\n": 3})
+    with urlopen(f"{url}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        (family,) = text_string_to_metric_families(answer.read().decode())
+    assert {sample.labels["run"] for sample in family.samples} == {'a "run"'}
+    found = {sample.labels["metric"]: sample.value for sample in family.samples}
+    expected = {"step": 2, "reward/mean": 1e-7, "eval/heldout/accuracy": 0.5, "env/back\\slash\n": 3}
+    assert (family.type, found) == ("gauge", expected)
+    with pytest.raises(HTTPError, match="404"):
+        urlopen(f"{url}/", timeout=10)
+    with pytest.raises(ValueError, match=f"tracking.prometheus: 127.0.0.1:{tracker.port}: cannot be listened at"):
+        PrometheusTracker(f"127.0.0.1:{tracker.port}", "other")
+    tracker.close(failed=False)
+    with pytest.raises(URLError):
+        urlopen(f"{url}/metrics", timeout=10)
+
+
+@pytest.mark.parametrize("address", ["9464x", "127.0.0.1", "127.0.0.1:99999", "no.such.host.invalid:1"])
+def test_an_address_that_is_none_is_refused(address: str):
+    with pytest.raises(ValueError, match=r"tracking\.prometheus"):
+        PrometheusTracker(address, "run")
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_the_start_and_one_that_is_asked_for_alone(

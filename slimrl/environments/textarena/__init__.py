@@ -1,0 +1,1 @@
+"""Games of TextArena, in which each player is a role."""

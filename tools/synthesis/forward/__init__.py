@@ -1,0 +1,1 @@
+"""`slimrl-tools synthesize forward`: plans of tool calls, executed and then told as tasks."""
