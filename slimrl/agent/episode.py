@@ -140,9 +140,8 @@ class Searched:
     episode: Episode
     """The path that it chose"""
     status: Status
-    tree: SearchTree
-    figures: dict[str, int]
-    """`Trajectory.metadata["search"]`"""
+    tree: SearchTree | None
+    """All turns, where they are trained"""
 
 
 class Search(Protocol):
@@ -152,8 +151,13 @@ class Search(Protocol):
 
     async def stop(self) -> None: ...
 
-    async def run(self, episode: Episode, snapshot: Snapshot) -> Searched:
-        """Raises EngineError, EnvironmentFailure or ToolCrash."""
+    async def run(self, episode: Episode, snapshot: Snapshot, figures: dict[str, int]) -> Searched:
+        """
+        Args:
+            figures: gets those of the search, also of one that fails: `Trajectory.metadata["search"]`.
+
+        Raises EngineError, EnvironmentFailure or ToolCrash.
+        """
         ...
 
 
@@ -291,10 +295,10 @@ class EpisodeRunner:
                 if search is None:
                     trajectory.status = await self._run_loop(episode)
                 else:
-                    found = await search.run(episode, snapshot)
+                    found = await search.run(episode, snapshot, trajectory.metadata.setdefault("search", {}))
                     conversations, host = found.episode.conversations, found.episode.host
                     trajectory.status, trajectory.scratch = found.status, host.scratch
-                    trajectory.search_tree, trajectory.metadata["search"] = found.tree, found.figures
+                    trajectory.search_tree = found.tree
             if trajectory.status is Status.aborted:
                 trajectory.metadata["error"] = "aborted by the engine"
         except TimeoutError:
@@ -412,7 +416,7 @@ def _complete(trajectory: Trajectory, conversations: Conversations | None, host:
         trajectory.segments, trajectory.messages = conversations.segments, conversations.messages
         num_turns = conversations.num_turns
         first, *_ = conversations.by_role.values()
-        trajectory.tools = list(first.tools)
+        trajectory.tools = {role: list(one.tools) for role, one in conversations.by_role.items() if one.tools}
         counts |= {"num_turns": num_turns, "num_prompt_messages": first.num_prompt_messages}
         for conversation in conversations.of_policy:
             _add_counts(counts, conversation)

@@ -23,6 +23,8 @@ def search_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
                 f"agent.{name}",
                 f"agent.search.method {search.method.value} cannot branch such an episode. Leave it out.",
             )
+    if recipe.agent.past_versions.every_steps:
+        yield "agent.past_versions.every_steps", "older versions play roles, and a search is for one role. Use 0."
     if command == "train" and not recipe.algorithm.given_by_turn:
         yield (
             "agent.search.method",

@@ -32,7 +32,7 @@ def conversation_lines(trajectories: Iterable[Trajectory], min_reward: float) ->
                     "messages": [
                         _without_role(one) for one in trajectory.messages if one.get("conversation", "") == role
                     ],
-                    **({"tools": trajectory.tools} if trajectory.tools else {}),
+                    **({"tools": trajectory.tools[role]} if role in trajectory.tools else {}),
                     "metadata": {"group_id": trajectory.group_id, "reward": reward},
                 }
 

@@ -135,8 +135,9 @@ class Trajectory:
     `ended_at`."""
     images: dict[int, bytes] = field(default_factory=dict)
     """PNGs of the environment's states, by the number of the turn that follows; not part of the file format"""
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """JSON schemas of the tools that the policy was shown at the start; not part of the file format"""
+    tools: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """JSON schemas of the tools that each role was shown at the start, without roles of the empty one; not part of the
+    file format"""
     search_tree: "SearchTree | None" = None
     """What `agent.search` saw besides the path that it chose; not part of the file format"""
 

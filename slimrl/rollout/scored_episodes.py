@@ -18,7 +18,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.engine import EVALUATION, Engine, EngineError
 from slimrl.data.prompt import Prompt
-from slimrl.data.trajectory import Status, Trajectory
+from slimrl.data.trajectory import SearchTree, Status, Trajectory
 from slimrl.engines.teacher import Teacher
 from slimrl.engines.turn_logs import LoggedTurn
 from slimrl.rewards.groups import score_group
@@ -69,12 +69,14 @@ class ScoredEpisodes:
             seed = derive_seed(self._recipe.seed, "trajectory", trajectory_id)
             trajectory = await self._runner.run(prompt, trajectory_id=trajectory_id, sampling=sampling, seed=seed)
             self._engine.close(trajectory_id)
+            tree, trajectory.search_tree = trajectory.search_tree, None
             try:
                 with SPANS("reward"):
                     timeout_s = self._recipe.rollout.trajectory_timeout_s
                     await score(trajectory, prompt, self._rewards.function, timeout_s)
                 if not trajectory_id.startswith(EVALUATION):
-                    self._take_search_tree(trajectory)
+                    if tree is not None and self._recipe.algorithm.given_by_turn:
+                        _take_search_tree(trajectory, tree)
                     self._complete_credit(trajectory)
             except Exception as error:
                 # A task's own code may raise anything.
@@ -84,13 +86,6 @@ class ScoredEpisodes:
                 log.warning("%s: %s", trajectory_id, cause, exc_info=error)
                 _fail(trajectory, cause)
             return trajectory
-
-    def _take_search_tree(self, trajectory: Trajectory) -> None:
-        """Put all turns of a search in place of those of the path that it chose, whose reward the trajectory keeps."""
-        tree, trajectory.search_tree = trajectory.search_tree, None
-        if tree is not None and self._recipe.algorithm.given_by_turn:
-            trajectory.segments, trajectory.turn_advantages = tree.segments, tree.turn_advantages
-            trajectory.turn_rewards, trajectory.turn_states = [], []
 
     async def score_by(self, teacher: Teacher, trajectory: Trajectory) -> list[float]:
         """Add the teacher's log-probs to a trajectory that has not failed.
@@ -137,6 +132,12 @@ class ScoredEpisodes:
                 trajectory.messages, trajectory.metadata["num_prompt_messages"], trajectory.num_turns
             )
         check_credit(trajectory, self._recipe.algorithm)
+
+
+def _take_search_tree(trajectory: Trajectory, tree: SearchTree) -> None:
+    """Put all turns of a search in place of those of the path that it chose, whose reward the trajectory keeps."""
+    trajectory.segments, trajectory.turn_advantages = tree.segments, tree.turn_advantages
+    trajectory.turn_rewards, trajectory.turn_states = [], []
 
 
 def _fail(trajectory: Trajectory, cause: str) -> None:

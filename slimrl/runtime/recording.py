@@ -15,7 +15,7 @@ from slimrl.runtime.step_metrics import Step
 
 
 class Recording:
-    """Every method raises OSError if an earlier file could not be written."""
+    """What cannot be written is said, and then nothing more is recorded: the run goes on."""
 
     def __init__(
         self, settings: TrackingConfig, folder: RunFolder, task: Task, step: int, say: Callable[[str], None]
@@ -25,7 +25,7 @@ class Recording:
             step: at which the run continues; 0 for a new one.
             say: shows the user a line.
         """
-        self._limit, self._folder = settings.recorded_trajectories_per_step, folder
+        self._limit, self._folder, self._say = settings.recorded_trajectories_per_step, folder, say
         self._sources = {prompt.prompt_id: name for name, prompts in task.train.items() for prompt in prompts}
         self._writer = RecordWriter(
             folder.trajectories,
@@ -59,7 +59,7 @@ class Recording:
         """Begin to write the step's trajectories, after its updates."""
         chosen, self._chosen = self._chosen, None
         if chosen is not None:
-            self._writer.write(self._folder.recorded_file(chosen.step), chosen)
+            self._try(lambda: self._writer.write(self._folder.recorded_file(chosen.step), chosen))
 
     def write_evaluation(
         self, step: int, name: str, prompts: Sequence[Prompt], trajectories: Iterable[Trajectory]
@@ -79,8 +79,15 @@ class Recording:
             labels={prompt.prompt_id: prompt.label for prompt in prompts},
             advantages={},
         )
-        self._writer.write(self._folder.eval_recorded_file(step, name), recorded)
+        self._try(lambda: self._writer.write(self._folder.eval_recorded_file(step, name), recorded))
 
     def finish(self) -> None:
         """Wait until all is written."""
-        self._writer.flush()
+        self._try(self._writer.flush)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._limit = 0
+            self._say(f"trajectories are recorded no more: {error}")

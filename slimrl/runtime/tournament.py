@@ -188,7 +188,7 @@ def _seats(folder: RunFolder, given: str | None) -> tuple[str, str]:
     if given is not None:
         roles = [role.strip() for role in given.split(",")]
     else:
-        lines = (line for path in sorted(folder.trajectories.glob("step_*")) for line in path.open())
+        lines = (line for path in sorted(folder.trajectories.glob("step_*.jsonl")) for line in path.open())
         roles = sorted({role for line in lines for role in json.loads(line)["metadata"].get("roles", {})})
     if len(set(roles)) != 2:
         said = "--seats" if given is not None else f"{folder.trajectories}"

@@ -169,7 +169,8 @@ def test_a_step_s_groups_are_chosen_before_its_updates_and_written_with_advantag
         train={"sums": list(prompts.values())},
         dialogues=SimpleNamespace(chat=SimpleNamespace(template=SimpleNamespace(decode=decode))),
     )
-    recording = Recording(TrackingConfig(recorded_trajectories_per_step=2), folder, task, 0, print)
+    said: list[str] = []
+    recording = Recording(TrackingConfig(recorded_trajectories_per_step=2), folder, task, 0, said.append)
     sampled = [trajectory(group, number) for group in prompts for number in range(2)]
     selection = Selection(
         trajectories=sampled[1:], advantages=np.float32([0.5, 1, -1]), zero_variance=np.full(3, False), num_groups=2,
@@ -193,3 +194,12 @@ def test_a_step_s_groups_are_chosen_before_its_updates_and_written_with_advantag
     assert [(row["data_source"], row["trajectory_id"]) for row in found] == [
         ("heldout", "step_000007/p0/0"), ("heldout", "step_000007/p0/1"),
     ]  # fmt: skip
+    # On a disk that takes nothing more the run goes on, and says so once.
+    folder.eval_recorded_file(8, "heldout").mkdir()
+    recording.write_evaluation(8, "heldout", list(prompts.values()), sampled)
+    recording.finish()
+    recording.write_evaluation(9, "heldout", list(prompts.values()), sampled)
+    recording.finish()
+    assert len(said) == 1
+    assert said[0].startswith("trajectories are recorded no more: ")
+    assert not folder.eval_recorded_file(9, "heldout").exists()

@@ -145,6 +145,23 @@ def test_a_page_that_may_hold_fewer_trajectories_takes_whole_groups_of_each_step
     ]
 
 
+def test_a_page_that_may_hold_fewer_trajectories_than_there_are_steps_takes_them_from_the_whole_run(run):
+    held = conversations(read_runs([run.path]), 2)
+    assert held.columns["step"] == [1, STEPS]
+
+
+def test_a_number_that_json_has_not_is_shown_as_a_text(tmp_path):
+    run = make_run(tmp_path / "run")
+    call = '{"function": {"name": "f", "arguments": {"x": NaN, "y": [Infinity, 1.5]}}}'
+    message = f'{{"role": "assistant", "content": "", "tool_calls": [{call}]}}'
+    known = '"group_id": "g", "trajectory_id": "step_000001/00009/000", "status": "completed", "metadata": {}'
+    run.sample_file(1).write_text(f'{{{known}, "messages": [{message}]}}\n')
+    held = conversations(read_runs([run.path]), 1000)
+    (packed, _) = held.parts[held.columns["id"].index("step_000001/00009/000")]
+    shown = json.loads(gzip.decompress(base64.b64decode(packed)))
+    assert shown["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"x": "nan", "y": ["inf", 1.5]}
+
+
 def test_readable_samples_and_evaluations_are_rows_without_tokens(tmp_path):
     run = make_run(tmp_path / "run")
     item = {

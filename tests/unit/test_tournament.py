@@ -87,6 +87,9 @@ def run(tmp_path: Path) -> Path:
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 12}\n')
     roles = {"metadata": {"roles": {"white": {}, "black": {}}}}
     (folder / "trajectories" / "step_000001.jsonl").write_text(json.dumps(roles) + "\n")
+    # A run has its recorded trajectories and its images there too.
+    (folder / "trajectories" / "step_000001.parquet").write_bytes(b"PAR1\xff")
+    (folder / "trajectories" / "step_000002").mkdir()
     return folder
 
 

@@ -114,7 +114,10 @@ def search(
         rollout=RolloutConfig(max_turns=max_turns, max_trajectory_tokens=512),
         agent=AgentConfig(environment="digits"),
         search=TreeSearch(
-            settings=SearchConfig(method=SearchMethod(method), **settings), value=value or Returned(), parallel=parallel
+            settings=SearchConfig(method=SearchMethod(method), **settings),
+            value=value or Returned(),
+            parallel=parallel,
+            trains=True,
         ),
     )
     sampling = SamplingConfig(max_new_tokens=8)
@@ -201,6 +204,7 @@ def test_every_environment_is_closed_also_when_the_engine_fails():
         found = search("beam", engine=engine, rollouts=1)
         assert Digits.opened == Digits.closed > 5
     assert (found.status, found.metadata["error"]) == (Status.failed, "the engine is gone")
+    assert found.metadata["search"]["num_tokens"] == 2 * 7
 
 
 def test_requests_at_the_same_time_find_the_same_tree_with_other_seeds_for_each_branch():
@@ -334,6 +338,7 @@ SEARCHED = ["agent.search.method=beam", "algorithm.name=grpo"]
         (SEARCHED, "agent.search.method", "Set algorithm.advantage given and algorithm.credit.name turn."),
         ([*SEARCHED, "agent.episode=a:b"], "agent.episode", "cannot branch such an episode"),
         ([*SEARCHED, "agent.function=a:b"], "agent.function", "cannot branch such an episode"),
+        ([*SEARCHED, "agent.past_versions.every_steps=2"], "agent.past_versions.every_steps", "one role"),
         (["agent.search.value.args={a: 1}"], "agent.search.value.args", "agent.search.value.function"),
         (["agent.search.method=dfs"], "agent.search.method", "best_of_n"),
     ],
@@ -371,13 +376,13 @@ def test_a_run_trains_on_all_turns_of_a_search_and_keeps_the_reward_of_its_path(
 
 def test_completed_paths_of_enough_reward_become_conversations(tmp_path):
     found = search("best_of_n")
-    found.reward, found.tools = 1.0, [{"type": "function", "function": {"name": "dial", "parameters": {}}}]
+    found.reward, found.tools = 1.0, {"": [{"type": "function", "function": {"name": "dial", "parameters": {}}}]}
     poor, cut = dataclasses.replace(found, reward=0.5), dataclasses.replace(found, status=Status.truncated)
     file = tmp_path / "sft.jsonl"
     assert write_conversations(file, [found, poor, cut], 1.0) == 1
     line = json.loads(file.read_text())
     assert [one["content"] for one in line["messages"] if one["role"] == "assistant"] == ["0", "0", "0"]
-    assert line["tools"] == found.tools
+    assert line["tools"] == found.tools[""]
     two = dataclasses.replace(
         found,
         messages=[{**one, "conversation": role} for role in ("white", "black") for one in found.messages],

@@ -45,7 +45,8 @@ class ProposerSolver:
     def __init__(self, num_solvers: int = 4, verifier: str = ARITHMETIC) -> None:
         self._solvers = SOLVERS[:num_solvers]
         self._verify: Verifier = resolve(verifier)
-        self._task, self._answer = "", ""
+        self._task = ""
+        self._answer: str | None = None
         self._is_proposed = False
         self._right: list[float] = []
 
@@ -72,7 +73,7 @@ class ProposerSolver:
         return Observation(messages=messages, role=PROPOSER, state_id="")
 
     async def step(self, turn: Turn) -> Observation:
-        if not self._answer:
+        if self._answer is None:
             found = _TASK.findall(turn.text)
             if not found or not await self._takes(found[-1].strip()):
                 paid, metrics = {PROPOSER: INVALID}, {"valid_tasks": 0.0}
@@ -90,7 +91,7 @@ class ProposerSolver:
         if not all(re.search(rf"(?<!\w){re.escape(one)}(?!\w)", task) for one in self._contains):
             return False
         answer = await asyncio.to_thread(self._verify, task)
-        self._task, self._answer = task, answer or ""
+        self._task, self._answer = task, answer
         return answer is not None
 
     def _asked(self, paid: dict[str, float]) -> Observation:
@@ -114,7 +115,7 @@ class ProposerSolver:
 
     def _is_right(self, text: str) -> bool:
         found = BOX.findall(text)
-        return bool(found) and _is_same(found[-1].strip(), self._answer.strip())
+        return bool(found) and self._answer is not None and _is_same(found[-1].strip(), self._answer.strip())
 
 
 def _is_same(given: str, answer: str) -> bool:

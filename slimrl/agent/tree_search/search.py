@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slimrl.agent.environment import EnvironmentFailure
-from slimrl.agent.episode import Episode, Searched, Snapshot, run_turns
+from slimrl.agent.episode import Episode, Searched, Snapshot
 from slimrl.agent.tree_search.methods import grow
 from slimrl.agent.tree_search.training import search_tree
 from slimrl.agent.tree_search.tree import Tree
@@ -29,11 +29,13 @@ class TreeSearch:
     """
     Args:
         parallel: see Tree.
+        trains: whether all turns are trained, and not only the path.
     """
 
     settings: SearchConfig
     value: Value
     parallel: bool
+    trains: bool
 
     async def start(self) -> None:
         """Open what the value function needs."""
@@ -42,8 +44,11 @@ class TreeSearch:
     async def stop(self) -> None:
         await self.value.stop()
 
-    async def run(self, episode: Episode, snapshot: Snapshot) -> Searched:
+    async def run(self, episode: Episode, snapshot: Snapshot, figures: dict[str, int]) -> Searched:
         """Search an episode that has just begun.
+
+        Args:
+            figures: gets the numbers of states, ends and sampled tokens, also of a search that fails.
 
         Raises:
             EnvironmentFailure: the environment has several roles, cannot be copied or fails, or the value function
@@ -60,15 +65,15 @@ class TreeSearch:
                 # A function of the task's own may raise anything.
                 raise EnvironmentFailure(f"agent.search.value failed: {error!r}") from error
 
-        tree = Tree(episode, self.settings, judge, run_turns, parallel=self.parallel)
+        tree = Tree(episode, self.settings, judge, parallel=self.parallel)
         try:
             await grow(tree, self.settings)
             best = await tree.best_end()
         finally:
+            figures |= {"num_states": len(tree.nodes), "num_ends": len(tree.ends), "num_tokens": tree.num_tokens}
             await tree.close()
         return Searched(
             episode=best.episode,
             status=best.status,
-            tree=search_tree(tree, best),
-            figures={"num_states": len(tree.nodes), "num_ends": len(tree.ends), "num_tokens": tree.num_tokens},
+            tree=search_tree(tree, best) if self.trains else None,
         )

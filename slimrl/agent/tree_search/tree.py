@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from slimrl.agent.episode import Episode, take_turn
+from slimrl.agent.episode import Episode, run_turns, take_turn
 from slimrl.config.schema.search import SearchConfig
 from slimrl.data.engine import EngineError
 from slimrl.data.trajectory import Status
@@ -79,8 +79,8 @@ class Tree:
             trajectory.
     """
 
-    def __init__(self, root: Episode, settings: SearchConfig, judge: Judge, run_turns: RunTurns, *, parallel: bool):
-        self._settings, self._judge, self._run_turns, self._parallel = settings, judge, run_turns, parallel
+    def __init__(self, root: Episode, settings: SearchConfig, judge: Judge, *, parallel: bool) -> None:
+        self._settings, self._judge, self._parallel = settings, judge, parallel
         self.root = Node(episode=root)
         self.nodes: list[Node] = []
         """The states but for the first one, in the order in which their turns were begun"""
@@ -89,6 +89,7 @@ class Tree:
         """Tokens that were sampled, those of plain episodes included"""
         self._open = {root: self.root}
         """Episodes whose environment is open"""
+        self._closing: set[asyncio.Future[None]] = set()
         self._numbers: Iterator[int] = count()
 
     @property
@@ -120,9 +121,7 @@ class Tree:
 
     async def drop(self, nodes: Sequence[Node]) -> None:
         """Close the environments of states that will not be gone on from."""
-        for node in nodes:
-            if self._open.pop(node.episode, None) is not None:
-                await node.episode.host.close()
+        await self._close([node.episode for node in nodes])
 
     async def best_end(self) -> End:
         """The end of the highest value, the first of several; without one the best state is gone on from to the end."""
@@ -132,9 +131,17 @@ class Tree:
         return max(self.ends, key=lambda end: end.value)
 
     async def close(self) -> None:
-        for episode in list(self._open):
-            del self._open[episode]
-            await episode.host.close()
+        """Close the environments of all states."""
+        await self._close(list(self._open))
+
+    async def _close(self, episodes: Sequence[Episode]) -> None:
+        """Close these, and wait for all that close; what has begun to close goes on if this is cancelled."""
+        for episode in episodes:
+            if self._open.pop(episode, None) is not None:
+                task = asyncio.ensure_future(episode.host.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        await asyncio.shield(asyncio.gather(*self._closing))
 
     async def _grow(self, parent: Node, numbers: Sequence[int]) -> _Grown:
         """A turn in a state.
@@ -161,12 +168,11 @@ class Tree:
         episode = await node.episode.fork(number)
         self._open[episode] = node
         end = await self._to_the_end(node, episode)
-        del self._open[episode]
-        await episode.host.close()
+        await self._close([episode])
         return end
 
     async def _to_the_end(self, node: Node, episode: Episode) -> End:
-        status = await self._sampled(episode, self._run_turns)
+        status = await self._sampled(episode, run_turns)
         assert status is not None
         return End(node=node, episode=episode, status=status, value=await self._judge(episode, status))
 

@@ -111,25 +111,26 @@ function messageView(message, facts, isOther) {
 function conversationView(conversation) {
   const { metadata = {}, images = {}, turn_rewards: rewards = [] } = conversation;
   const environment = metadata.environment || {};
-  const advantages = environment.turn_advantages || [];
   const first = (conversation.messages.find((message) => message.conversation) || {}).conversation;
   const prompts = metadata.num_prompt_messages || 0;
   const made = [];
   let turn = 0;
   const image = (number) => (images[number] ? element("img", { src: "data:image/png;base64," + images[number], alt: "state before turn " + number, loading: "lazy" }) : null);
+  // With several roles, turns are numbered through all conversations, which stand here one after the other.
+  const numbered = first === undefined;
   conversation.messages.forEach((message, place) => {
     const facts = [];
-    if (message.role === "assistant" && place >= prompts) {
+    if (numbered && message.role === "assistant" && place >= prompts) {
       const before = image(turn);
       if (before) made.push(element("div", { class: "message" }, element("div", { class: "who" }, "what the environment showed before turn " + turn), before));
       const state = (environment.states || [])[turn];
-      facts.push("turn " + turn, state ? "state " + String(state).slice(0, 40) : null, rewards[turn] == null ? null : "reward of the turn " + number(rewards[turn]),
-        advantages[turn] == null ? null : "advantage " + number(advantages[turn]));
+      facts.push("turn " + turn, state ? "state " + String(state).slice(0, 40) : null, rewards[turn] == null ? null : "reward of the turn " + number(rewards[turn]));
       turn++;
     }
     made.push(messageView(message, facts, message.conversation && message.conversation !== first));
   });
-  if (images[turn]) made.push(element("div", { class: "message" }, element("div", { class: "who" }, "what the environment showed at the end"), image(turn)));
+  if (!numbered) Object.keys(images).forEach((one) => made.push(element("div", { class: "message" }, element("div", { class: "who" }, "what the environment showed before turn " + one), image(one))));
+  else if (images[turn]) made.push(element("div", { class: "message" }, element("div", { class: "who" }, "what the environment showed at the end"), image(turn)));
   const { error, ...rest } = metadata;
   return element("div", {}, made, element("details", {}, element("summary", {}, "metadata and state of the environment"), longText(JSON.stringify(rest, null, 2))));
 }

@@ -41,7 +41,7 @@ class Conversations:
     parts: list[tuple[str, str]] = field(default_factory=list)
     """Packed conversation, and packed tokens (empty if they are not recorded), of each row"""
     found: int = 0
-    """Number of trajectories in the files"""
+    """Number of trajectories in the files that were read"""
 
     def add(self, row: dict[str, Any], parts: tuple[str, str]) -> None:
         for name, value in row.items():
@@ -63,6 +63,8 @@ def conversations(runs: Sequence[Run], most: int) -> Conversations:
         for number, run in enumerate(runs)
         for (step, name), paths in sorted(_files(run.folder.trajectories).items())
     ]
+    # Of more steps than the page may have trajectories, as many are read, spread over the run.
+    files = [files[place] for place in np.linspace(0, len(files) - 1, min(len(files), most)).astype(int)]
     result = Conversations()
     for index, (number, step, name, paths) in enumerate(files):
         rows = _rows(paths)
@@ -97,7 +99,9 @@ def _rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
         if path.suffix == ".parquet":
             recorded |= {row["trajectory_id"]: row for row in read_recorded(path)}
         else:
-            rows = read_jsonl(path, lambda value, number: _of_evaluation(value) if "sample" in value else value)
+            rows = read_jsonl(
+                path, lambda value, number: _of_evaluation(value) if "sample" in value else value, finite=False
+            )
             readable |= {row["trajectory_id"]: row for row in rows}
     images = {key: {"images": row["images"]} for key, row in readable.items() if "images" in row}
     merged = {key: row | images.get(key, {}) for key, row in recorded.items()}

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +28,18 @@ def script_json(value: Any) -> str:
 
 
 def compressed(value: Any) -> str:
-    """Base64 of the value's gzipped JSON; equal values give equal texts."""
-    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    """Base64 of the value's gzipped JSON; equal values give equal texts. Numbers that JSON has not, which a policy may
+    write in a call, become texts."""
+    data = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False).encode()
     return base64.b64encode(gzip.compress(data, compresslevel=5, mtime=0)).decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def quantity(values: Sequence[float | None] | np.ndarray) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ const TABLE = [ // column, title, width, whether it is a number
   ["gap", "largest gap", "6rem", true],
 ].filter(([name]) => (["run", "set", "source"].includes(name) ? new Set(COLUMNS[name]).size > 1 :
   (COLUMNS[name] || []).some((value) => value != null && value !== "" && (name !== "errors" || value))));
-const table = { sort: null, down: false, filters: {}, words: "", found: null, rows: [], made: new Map(), chosen: -1, searching: 0 };
+const table = { sort: null, down: false, filters: {}, words: "", found: null, rows: [], made: new Map(), chosen: -1, search: 0, isSearching: false };
 
 const cellText = (name, row) => {
   const value = COLUMNS[name][row];
@@ -52,7 +52,7 @@ function arrange() {
   byId("table-body").style.height = rows.length * ROW_HEIGHT + "px";
   const { shown, found } = DATA.trajectories;
   byId("counts").textContent = rows.length + " of " + shown + " trajectories" + (found > shown ? "; the run has recorded " + found : "") +
-    (table.searching ? " – searching …" : "");
+    (table.isSearching ? " – searching …" : "");
   drawHead();
   drawRows();
 }
@@ -118,9 +118,9 @@ function chooseNext(by) {
 
 // Search conversations as they are unpacked; a later search ends an earlier one.
 async function searchTexts(words) {
-  const mine = ++table.searching;
-  table.words = words;
-  if (!words) { table.found = null; table.searching = 0; arrange(); return; }
+  const mine = ++table.search;
+  Object.assign(table, { words, isSearching: words !== "" });
+  if (!words) { table.found = null; arrange(); return; }
   const wanted = words.toLowerCase(), found = new Set();
   table.found = found;
   let drawn = performance.now();
@@ -128,25 +128,27 @@ async function searchTexts(words) {
     if (JSON.stringify(Object.values(textsOf(await conversationOf(row)))).toLowerCase().includes(JSON.stringify(wanted).slice(1, -1))) found.add(row);
     if (performance.now() - drawn > 200) {
       await new Promise((done) => setTimeout(done));
-      if (table.searching !== mine) return;
+      if (table.search !== mine) return;
       arrange();
       drawn = performance.now();
     }
   }
-  if (table.searching !== mine) return;
-  table.searching = 0;
+  if (table.search !== mine) return;
+  table.isSearching = false;
   arrange();
 }
 
 // Called by a figure: the trajectories of one step of a run.
 function showStep(runName, step) {
   if (!NUM_ROWS) return;
+  // Fills the filters if this part was not drawn yet.
+  location.hash = "#trajectories";
+  route();
   clearFilters();
   const run = RUNS.findIndex((one) => one.name === runName);
   byId("filter-step").value = String(step);
   table.filters = { step: byId("filter-step").value, ...(RUNS.length > 1 ? { run: String(run) } : {}) };
   byId("filter-run").value = table.filters.run || "";
-  location.hash = "#trajectories";
   arrange();
   if (table.rows.length) choose(table.rows[0]);
 }
@@ -154,7 +156,7 @@ function showStep(runName, step) {
 function clearFilters() {
   for (const name of ["run", "step", "set", "source", "status", "reward"]) byId("filter-" + name).value = "";
   byId("search").value = "";
-  Object.assign(table, { filters: {}, words: "", found: null, searching: 0, sort: null });
+  Object.assign(table, { filters: {}, words: "", found: null, search: table.search + 1, isSearching: false, sort: null });
   arrange();
 }
 

@@ -65,4 +65,6 @@ def load_search(recipe: Recipe, get: Callable[[str, Callable[[], Any]], Any], su
     value = RewardValue(
         rewards, startup_timeout_s=recipe.reward.startup_timeout_s, timeout_s=recipe.rollout.trajectory_timeout_s
     )
-    return TreeSearch(settings=settings, value=value, parallel=not recipe.deterministic)
+    return TreeSearch(
+        settings=settings, value=value, parallel=not recipe.deterministic, trains=recipe.algorithm.given_by_turn
+    )
