@@ -106,7 +106,7 @@ class UpdateResult:
     """Number of experts of all layers that got no token"""
     router_entropy: float = math.nan
     """Entropy of the router's distribution over all experts, natural log, mean over tokens and layers"""
-    expert_load: dict[int, np.ndarray] = field(default_factory=dict)
+    expert_load: dict[int, np.ndarray] = field(default_factory=dict, compare=False)
     """int64 [experts] by index of the layer from 0, the tokens that each expert got; on rank 0 alone"""
     replayed_fraction: float | None = None
     """Fraction of the pairs of a token and a layer whose experts were given; None without routing replay"""

@@ -123,7 +123,8 @@ def test_the_schemas_of_its_tools_are_what_conversations_may_have(
     """The snippet of docs/data_formats.md."""
     monkeypatch.syspath_prepend(str(task))
     monkeypatch.delitem(sys.modules, "clock", raising=False)
-    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / "data_formats.md").read_text(), re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "data_formats.md").read_text(), re.DOTALL)
+    (snippet,) = [text for text in snippets if "ToolBox" in text]
     exec(snippet, {})
     tools = json.loads(capsys.readouterr().out)
     assert [(tool["function"]["name"], [*tool["function"]["parameters"]["properties"]]) for tool in tools] == [

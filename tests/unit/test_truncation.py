@@ -117,7 +117,7 @@ def test_the_rollout_of_a_run_applies_the_rule_before_its_metrics_are_taken(tmp_
             engines=SimpleNamespace(need_weights=False),
             stage=stage,
             trackers=SimpleNamespace(),
-            progress=SimpleNamespace(),
+            progress=SimpleNamespace(say=print),
             state=RunState(),
             data=Sampler([prompt], seed=0, shuffle=False),
             preemption=SimpleNamespace(check=lambda: None),
