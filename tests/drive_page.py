@@ -61,6 +61,11 @@ def main() -> None:
         page.on("pageerror", lambda error: seen["errors"].append(str(error)))
         page.on("request", lambda asked: seen["requests"].append(asked.url[:200]))
         page.goto(f"file://{file}")
+        # Before the trajectories were looked at.
+        page.evaluate("showStep(RUNS[0].name, 2)")
+        first_step = page.evaluate("document.getElementById('filter-step').value")
+        page.goto("about:blank")
+        page.goto(f"file://{file}")
         seen["theme"] = page.evaluate("document.documentElement.dataset.theme")
         for part in PARTS:
             page.evaluate(f"location.hash = '#{part}'")
@@ -126,6 +131,7 @@ def main() -> None:
         page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         page.wait_for_timeout(500)
         seen["step"] = page.evaluate("document.getElementById('filter-step').value")
+        seen["first_step"] = first_step
         seen["harmed"] = page.evaluate("window.harmed === undefined ? 0 : window.harmed")
         seen["elements"] = page.evaluate("document.querySelectorAll('img[onerror], iframe, svg[onload], b b').length")
         browser.close()
