@@ -25,7 +25,7 @@ from made_up_engine import LABEL, QUESTION, SYSTEM_PROMPT, MadeUpEngine, dialogu
 from rich.console import Console
 
 from slimrl.agent.calculator import calculator
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode_runner import EpisodeRunner
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool
 from slimrl.config.schema.agent import AgentConfig

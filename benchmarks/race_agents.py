@@ -20,7 +20,7 @@ from typing import Any
 
 from rounds import Race, main_of, parser_of
 from sides import slimrl
-from slimrl_tools.toy.task_lines import asked, call, write_lines
+from slimrl_tools.toy.task_lines import asked, call
 from slimrl_tools.toy.toy import ToySize, write_toy
 from slimrl_tools.toy.toy_tokenizer import build_tokenizer
 from step import PROMPTS, RECIPE, SAMPLES
@@ -30,6 +30,7 @@ from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.tools import make_tool
 from slimrl.base.atomic import atomic_folder
+from slimrl.base.jsonl import write_lines
 
 TURNS = (1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6)
 LENGTHS = (1, 2, 2, 3, 4, 5, 6, 7, 9, 11, 13, 16, 20, 27, 39, 75)

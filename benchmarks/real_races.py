@@ -11,11 +11,11 @@ from children_memory import INTERVAL_S, children_bytes
 from race_agents import after_cold_start, write_data
 from rounds import Race
 from sides import NUM_RANKS, Steps
-from slimrl_tools.toy.task_lines import write_lines
 from slimrl_tools.toy.toy_tokenizer import CHAT_TEMPLATE
 from step import SAMPLES
 
 from slimrl.base.atomic import atomic_folder
+from slimrl.base.jsonl import write_lines
 from slimrl.observability.memory import PeakWatch
 
 QUESTIONS = (

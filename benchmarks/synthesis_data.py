@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from slimrl_tools.synthesis.phrases import Phrase
 from slimrl_tools.synthesis.synthesis import Wanted, synthesize
 from slimrl_tools.toy.search_data import RELATIONS, Names, World, make_names
-from slimrl_tools.toy.task_lines import write_lines
 
 from slimrl.base.atomic import atomic_folder, write_whole
+from slimrl.base.jsonl import write_lines
 
 KINDS = ("chain",)
 DEPTH = 2

@@ -9,7 +9,7 @@ from chat_templates import MODELS, Model
 
 from slimrl.agent.chat.tool_prompts import PUBLISHED
 from slimrl.agent.dialogue import Dialogues
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode_runner import EpisodeRunner
 from slimrl.agent.parsers import make_parser, marker_tokens
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool

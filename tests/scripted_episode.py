@@ -10,7 +10,7 @@ from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import MakeEnvironment
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode_runner import EpisodeRunner
 from slimrl.agent.parsers import NoCalls, make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox

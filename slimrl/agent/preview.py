@@ -12,7 +12,7 @@ from slimrl.agent.chat.template import Schemas
 from slimrl.agent.dialogue import Dialogue, Dialogues
 from slimrl.agent.environment import EnvironmentFailure, MakeEnvironment, Observation, Turn, answers
 from slimrl.agent.environment_host import EnvironmentHost
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode_runner import EpisodeRunner
 from slimrl.agent.example_arguments import example_arguments
 from slimrl.config.schema.agent import AgentConfig, CompactionConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig

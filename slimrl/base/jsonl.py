@@ -1,9 +1,9 @@
-"""Reads a JSONL file line by line and names every broken line in one error."""
+"""JSONL files: read line by line, with every broken line in one error, and written."""
 
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
@@ -39,6 +39,16 @@ def read_jsonl[T](path: Path, parse: Callable[[dict[str, Any], int], T], *, fini
     with unzipped(path) as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         return parse_rows(path, lines, lambda line, number: parse(_object(line, finite, path, number), number))
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> int:
+    """Write a file, which replaces one that is there; returns the number of lines."""
+    count = 0
+    with path.open("w") as file:
+        for line in lines:
+            file.write(json.dumps(line) + "\n")
+            count += 1
+    return count
 
 
 @contextmanager

@@ -1,19 +1,17 @@
 """Trajectories told as conversations, which `slimrl sft` learns from (docs/data_formats.md#conversations)."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.jsonl import write_lines
 from slimrl.data.roles import trained_roles
 from slimrl.data.trajectory import Status, Trajectory
 
 
 def write_conversations(path: Path, trajectories: Iterable[Trajectory], min_reward: float) -> int:
     """Write those with a reward of at least `min_reward`, replacing a file that is there; returns their number."""
-    lines = [json.dumps(line) + "\n" for line in conversation_lines(trajectories, min_reward)]
-    path.write_text("".join(lines))
-    return len(lines)
+    return write_lines(path, conversation_lines(trajectories, min_reward))
 
 
 def conversation_lines(trajectories: Iterable[Trajectory], min_reward: float) -> Iterator[dict[str, Any]]:

@@ -1,16 +1,12 @@
 """The files that an environment's data consists of. Needs the standard library alone: other interpreters write them."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from slimrl.agent.environment import Message
+from slimrl.base.jsonl import write_lines
 from slimrl.data.prompt import Prompt
-
-
-def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def prompt_of(line: dict[str, Any]) -> Prompt:

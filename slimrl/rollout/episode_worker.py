@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slimrl.agent.episode import failed_trajectory
+from slimrl.agent.episode_end import failed_trajectory
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.base.errors import StageError
 from slimrl.base.spans import PROFILE_FOLDER, SPANS

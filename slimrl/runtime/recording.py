@@ -26,7 +26,8 @@ class Recording:
             say: shows the user a line.
         """
         self._limit, self._folder, self._say = settings.recorded_trajectories_per_step, folder, say
-        self._sources = {prompt.prompt_id: name for name, prompts in task.train.items() for prompt in prompts}
+        self.sources = {prompt.prompt_id: name for name, prompts in task.train.items() for prompt in prompts}
+        """Names of the training files by the ids of their prompts"""
         self._writer = RecordWriter(
             folder.trajectories,
             lambda tokens: task.dialogues.chat.template.decode(tokens),
@@ -47,7 +48,7 @@ class Recording:
         self._chosen = Recorded(
             step=step.number,
             values=step.tokens,
-            sources=self._sources,
+            sources=self.sources,
             labels={group: batch.prompts[group].label for group in groups},
             advantages={
                 trajectory.trajectory_id: float(advantage)

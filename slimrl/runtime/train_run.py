@@ -75,7 +75,6 @@ class TrainRun(Run):
         self.learner = Learner(self.recipe, self.trainers, self.state, self.critics)
         self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers)
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
-        self._sources = {prompt.prompt_id: name for name, prompts in self.task.train.items() for prompt in prompts}
         self._recording = Recording(self.recipe.tracking, self.folder, self.task, self.state.step, self.progress.say)
         self._memory = MemorySchedule(self.engines, self.trainers, enabled=self.recipe.rollout.colocated)
         self._background = BackgroundEvaluation(
@@ -167,7 +166,7 @@ class TrainRun(Run):
         if self._past is not None:
             step.record(self._past.count(batch.sampled))
         if len(self.task.train) > 1:
-            step.record(source_metrics(batch.sampled, self._sources))
+            step.record(source_metrics(batch.sampled, self._recording.sources))
         if self.recipe.data.max_prompt_tokens is not None:
             step.record({"data/left_out_prompts": self.task.num_left_out})
         limit = self.recipe.tracking.trajectories_per_step

@@ -13,7 +13,7 @@ from slimrl.agent.calculator import calculator
 from slimrl.agent.chat.chat_format import ChatFormat
 from slimrl.agent.chat.template import ChatTemplate
 from slimrl.agent.dialogue import Dialogues
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode_runner import EpisodeRunner
 from slimrl.agent.parsers import NoCalls, make_parser
 from slimrl.agent.tool_environment import ToolEnvironment
 from slimrl.agent.tools import ToolBox, make_tool, shortened

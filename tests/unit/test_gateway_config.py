@@ -11,7 +11,7 @@ import pytest
 from gateway_agents import ANSWER, CALL, PROMPT, ScriptedEngine, runner_of
 
 from slimrl.agent.calculator import calculator
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode_runner import EpisodeRunner
 from slimrl.agent.gateway import calculator_agent
 from slimrl.agent.gateway.agents import FunctionAgent
 from slimrl.agent.gateway.command_agent import CommandAgent

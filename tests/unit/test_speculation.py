@@ -8,7 +8,7 @@ from sglang.srt.server_args import ServerArgs
 from slimrl_tools.toy.toy import ToySize, write_toy
 
 from slimrl import device
-from slimrl.agent.episode import COUNTS
+from slimrl.agent.episode_end import COUNTS
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.recipe import Recipe

@@ -16,7 +16,7 @@ from test_episode import CHAT, PROMPT, encode, parser_of
 
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import Observation, Turn
-from slimrl.agent.episode import EpisodeRunner
+from slimrl.agent.episode_runner import EpisodeRunner
 from slimrl.agent.tree_search.search import TreeSearch
 from slimrl.algorithms.selection import select
 from slimrl.config.check import check_recipe

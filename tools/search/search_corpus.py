@@ -7,9 +7,9 @@ from typing import Any
 
 from slimrl_tools.search.questions import HOPS, Question, Questions
 from slimrl_tools.search.world import World, passage_id, passages
-from slimrl_tools.toy.task_lines import write_lines
 
 from slimrl.base.atomic import atomic_folder
+from slimrl.base.jsonl import write_lines
 
 
 def write_search_corpus(out: Path, *, seed: int, num_passages: int, num_train: int, num_heldout: int) -> None:

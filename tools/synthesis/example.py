@@ -10,9 +10,9 @@ from slimrl_tools.search.relations import RELATIONS
 from slimrl_tools.search.world import World
 from slimrl_tools.synthesis.graph import Fact
 from slimrl_tools.synthesis.phrases import Phrase
-from slimrl_tools.toy.task_lines import write_lines
 
 from slimrl.base.atomic import atomic_folder
+from slimrl.base.jsonl import write_lines
 
 FACTS_PER_ENTITY = 4.3
 """Facts of which an entity of the world is the subject, on average."""

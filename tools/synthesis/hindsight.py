@@ -26,11 +26,11 @@ from slimrl_tools.synthesis.rendering import Phrases, Renderer
 from slimrl_tools.synthesis.rewriting import is_said
 from slimrl_tools.synthesis.solver import Solver
 from slimrl_tools.synthesis.synthesis import prompt_lines, sha256_of
-from slimrl_tools.toy.task_lines import asked, call, write_lines
+from slimrl_tools.toy.task_lines import asked, call
 
 from slimrl.agent.retrieval.passages import shown_ids
 from slimrl.base.atomic import atomic_folder, write_whole
-from slimrl.base.jsonl import read_jsonl
+from slimrl.base.jsonl import read_jsonl, write_lines
 
 TOOL = "search"
 

@@ -17,9 +17,9 @@ from slimrl_tools.synthesis.query import as_json, depth
 from slimrl_tools.synthesis.questions import Question, Questions
 from slimrl_tools.synthesis.rendering import Phrases, Renderer
 from slimrl_tools.synthesis.sampling import MIN_DEPTH
-from slimrl_tools.toy.task_lines import write_lines
 
 from slimrl.base.atomic import atomic_folder, write_whole
+from slimrl.base.jsonl import write_lines
 
 Rewrite = Callable[[list[Question], Phrases], list[Question]]
 

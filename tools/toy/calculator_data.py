@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimrl_tools.toy.task_lines import asked, call, write_lines
+from slimrl_tools.toy.task_lines import asked, call
 
 from slimrl.agent.calculator import calculator
 from slimrl.agent.environment import error_text
 from slimrl.agent.sglang_parser import UNREADABLE
 from slimrl.agent.tools import make_tool
 from slimrl.base.atomic import atomic_folder
+from slimrl.base.jsonl import write_lines
 
 PHRASES = {
     "order": ("Compute {}.", "Calculate {}.", "Evaluate {}."),

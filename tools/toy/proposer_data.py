@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimrl_tools.toy.task_lines import write_lines
-
 from slimrl.agent.roles.arithmetic import answer_of
 from slimrl.agent.roles.proposer_solver import PROPOSER_TASK, SOLVER_TASK
 from slimrl.base.atomic import atomic_folder
+from slimrl.base.jsonl import write_lines
 
 SIGNS = "+-"
 HELDOUT_PARTS = 5

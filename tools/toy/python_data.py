@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from slimrl_tools.toy.calculator_data import guess
-from slimrl_tools.toy.task_lines import asked, call, write_lines
+from slimrl_tools.toy.task_lines import asked, call
 
 from slimrl.agent.sandbox.tools import python
 from slimrl.agent.tools import make_tool
 from slimrl.base.atomic import atomic_folder
+from slimrl.base.jsonl import write_lines
 
 GUESS_FRACTION = 0.25
 """Demonstrations that guess, without a program."""

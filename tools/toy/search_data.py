@@ -17,13 +17,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from slimrl_tools.toy.task_lines import asked, call, write_lines
+from slimrl_tools.toy.task_lines import asked, call
 
 from slimrl.agent.retrieval.bm25 import Bm25Index
 from slimrl.agent.retrieval.passages import Passage
 from slimrl.agent.search import answer, search
 from slimrl.agent.tools import make_tool
 from slimrl.base.atomic import atomic_folder
+from slimrl.base.jsonl import write_lines
 
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "me", "no", "ra")
 NUM_FIRST, NUM_LAST, NUM_TOWNS, NUM_COMPANY_WORDS = 12, 12, 10, 10

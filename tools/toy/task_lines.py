@@ -1,8 +1,5 @@
 """What the lines of all toy tasks have in common."""
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 SYSTEM_PROMPT = "Put the answer in \\boxed{}."
@@ -18,9 +15,3 @@ def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
     """The message that calls a tool."""
     function = {"name": tool, "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-
-
-def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    with path.open("w") as file:
-        for line in lines:
-            file.write(json.dumps(line) + "\n")

@@ -36,15 +36,13 @@ async def _mcts(tree: Tree, settings: SearchConfig) -> None:
             return
         node = tree.root
         while node.children:
-            node = max((child for child in node.children if not child.is_spent), key=_bound(node, settings.exploration))
+            left = [child for child in node.children if not child.is_spent]
+            node = max(left, key=lambda child: _bound(child, settings.exploration))
         await tree.expand([node])
 
 
-def _bound(parent: Node, exploration: float):
+def _bound(node: Node, exploration: float) -> float:
     """The upper confidence bound of a state: its value + c sqrt(ln N / n), with N and n the values that count for the
     state before it and for itself."""
-
-    def bound(node: Node) -> float:
-        return node.value + exploration * math.sqrt(math.log(parent.num_values) / node.num_values)
-
-    return bound
+    assert node.parent is not None
+    return node.value + exploration * math.sqrt(math.log(node.parent.num_values) / node.num_values)

@@ -131,17 +131,21 @@ class Tree:
         return max(self.ends, key=lambda end: end.value)
 
     async def close(self) -> None:
-        """Close the environments of all states."""
+        """Close the environments of all states, and wait for those that close already."""
         await self._close(list(self._open))
+        await asyncio.shield(asyncio.gather(*self._closing))
 
     async def _close(self, episodes: Sequence[Episode]) -> None:
-        """Close these, and wait for all that close; what has begun to close goes on if this is cancelled."""
-        for episode in episodes:
-            if self._open.pop(episode, None) is not None:
-                task = asyncio.ensure_future(episode.host.close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
-        await asyncio.shield(asyncio.gather(*self._closing))
+        """Close these; what has begun to close goes on if this is cancelled."""
+        closing = [
+            asyncio.ensure_future(episode.host.close())
+            for episode in episodes
+            if self._open.pop(episode, None) is not None
+        ]
+        self._closing.update(closing)
+        for task in closing:
+            task.add_done_callback(self._closing.discard)
+        await asyncio.shield(asyncio.gather(*closing))
 
     async def _grow(self, parent: Node, numbers: Sequence[int]) -> _Grown:
         """A turn in a state.

@@ -11,9 +11,10 @@ from typing import Any
 import textworld
 
 from slimrl.agent.environment import Turn
+from slimrl.base.jsonl import write_lines
 from slimrl.environments.alfworld.environment import AlfWorld, load, unload
 from slimrl.environments.alfworld.problems import KINDS, MIN_RECEPTACLES, Problem, draw_problem
-from slimrl.environments.data_files import prompt_of, write_lines
+from slimrl.environments.data_files import prompt_of
 
 PROMPT = "Do the task in the household. Answer with one command."
 PROBLEMS_PER_PROCESS = 50

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from slimrl.base.jsonl import write_lines
 from slimrl.environments.bfcl.demonstrations import demonstration
 from slimrl.environments.bfcl.entry import Entry
 from slimrl.environments.bfcl.generated import generate
 from slimrl.environments.bfcl.package import CLASSES, DATA, class_functions, json_lines
 from slimrl.environments.bfcl.python_calls import with_keywords
-from slimrl.environments.data_files import write_lines
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 """BFCL's, with `multi_turn_` before each in its files"""

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from slimrl.environments.data_files import write_lines
+from slimrl.base.jsonl import write_lines
 from slimrl.environments.miniwob.actions import HELP
 from slimrl.environments.miniwob.demonstrations import conversations
 from slimrl.environments.miniwob.environment import no_task

@@ -7,7 +7,8 @@ from typing import Any
 import pyspiel
 
 from slimrl.agent.environment import Message
-from slimrl.environments.data_files import prompt_of, write_demonstrations, write_lines
+from slimrl.base.jsonl import write_lines
+from slimrl.environments.data_files import prompt_of, write_demonstrations
 from slimrl.environments.open_spiel.environment import OpenSpiel
 from slimrl.environments.open_spiel.games import load, moves, role_of
 from slimrl.environments.open_spiel.opponents import opponent

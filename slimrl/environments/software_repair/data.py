@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimrl.environments.data_files import write_lines
+from slimrl.base.jsonl import write_lines
 from slimrl.environments.software_repair import patches
 from slimrl.environments.software_repair.bugs import Bug, candidates, import_parts
 from slimrl.environments.software_repair.issues import issue

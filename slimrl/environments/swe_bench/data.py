@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimrl.environments.data_files import write_lines
+from slimrl.base.jsonl import write_lines
 from slimrl.environments.swe_bench import package
 from slimrl.environments.swe_bench.counted import touched
 

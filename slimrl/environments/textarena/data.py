@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.environment import Message, Turn
-from slimrl.environments.data_files import prompt_of, write_demonstrations, write_lines
+from slimrl.base.jsonl import write_lines
+from slimrl.environments.data_files import prompt_of, write_demonstrations
 from slimrl.environments.textarena.environment import TextArena
 from slimrl.environments.textarena.games import refuse_unknown
 from slimrl.environments.textarena.opponents import legal_moves, opponent, random_move

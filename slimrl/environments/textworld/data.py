@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.agent.environment import Message
-from slimrl.environments.data_files import prompt_of, write_demonstrations, write_lines
+from slimrl.base.jsonl import write_lines
+from slimrl.environments.data_files import prompt_of, write_demonstrations
 from slimrl.environments.textworld.demonstrations import SKILLS, conversation
 from slimrl.environments.textworld.environment import TextWorld
 from slimrl.environments.textworld.games import Difficulty, Game, make_game, remove_game

@@ -16,7 +16,8 @@ from typing import Any
 from textworld_express.constants import GAME_NAMES
 
 from slimrl.agent.environment import Message
-from slimrl.environments.data_files import prompt_of, write_demonstrations, write_lines
+from slimrl.base.jsonl import write_lines
+from slimrl.environments.data_files import prompt_of, write_demonstrations
 from slimrl.environments.textworld.demonstrations import SKILLS, conversation
 from slimrl.environments.textworld.players import MixedPlayer
 from slimrl.environments.textworld_express.environment import TextWorldExpress

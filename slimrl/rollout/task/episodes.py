@@ -6,7 +6,8 @@ from typing import Any
 from slimrl.agent.compaction import SummaryRule
 from slimrl.agent.dialogue import Dialogues
 from slimrl.agent.environment import MakeEnvironment
-from slimrl.agent.episode import EpisodeLoop, EpisodeRunner, Search
+from slimrl.agent.episode import EpisodeLoop, Search
+from slimrl.agent.episode_runner import EpisodeRunner
 from slimrl.agent.gateway.agents import Agent
 from slimrl.agent.gateway.runner import GatewayRunner
 from slimrl.agent.roles.player import Player, load_players

@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slimrl.agent.episode import failed_trajectory
+from slimrl.agent.episode_end import failed_trajectory
 from slimrl.base.errors import StageError
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.rollout import SamplingConfig

@@ -13,9 +13,10 @@ from slimrl_tools.synthesis.forward.proposals import ModelPlans
 from slimrl_tools.synthesis.forward.tasks import Plans, Task, Tasks, plan_json
 from slimrl_tools.synthesis.forward.templates import RandomPlans, read_templates
 from slimrl_tools.synthesis.synthesis import sha256_of
-from slimrl_tools.toy.task_lines import call, write_lines
+from slimrl_tools.toy.task_lines import call
 
 from slimrl.base.atomic import atomic_folder, write_whole
+from slimrl.base.jsonl import write_lines
 
 
 @dataclass(frozen=True, kw_only=True)
