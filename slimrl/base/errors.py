@@ -24,6 +24,18 @@ class NodeLost(ActorLost):
     """An actor's process has ended, with its node."""
 
 
+class NoAnswer(StageError):
+    """An actor missed the deadline of a call."""
+
+
+class PeerLost(StageError):
+    """A collective failed for want of another member, and no member says of itself that it has ended."""
+
+
+class TrainerLost(StageError):
+    """A rank of the trainer, or of its critic, has ended or hangs, with its weights and the optimizer's state."""
+
+
 class Preempted(Exception):
     """The run was preempted and saved a checkpoint; the message says how to continue."""
 

@@ -52,6 +52,9 @@ class MlflowTracker:
         for number, text in enumerate(texts):
             self._send(self._client.log_text, text, f"trajectories/step_{step:06d}_{number}.md")
 
+    def rewind(self, step: int) -> None:
+        """MLflow shows all values of a step."""
+
     def close(self, *, failed: bool) -> None:
         self._send(self._client.set_terminated, "FAILED" if failed else "FINISHED")
 

@@ -63,6 +63,9 @@ class PrometheusTracker:
     def log_texts(self, step: int, texts: Sequence[str]) -> None:
         """Prometheus has no texts."""
 
+    def rewind(self, step: int) -> None:
+        """Nothing: it shows the last step alone."""
+
     def close(self, *, failed: bool) -> None:
         self._server.shutdown()
         self._server.server_close()

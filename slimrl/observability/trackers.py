@@ -26,6 +26,9 @@ class Tracker(Protocol):
     def log_texts(self, step: int, texts: Sequence[str]) -> None:
         """Add conversations of a step, as Markdown."""
 
+    def rewind(self, step: int) -> None:
+        """Hide what is there of later steps, which come again."""
+
     def close(self, *, failed: bool) -> None: ...
 
 
@@ -46,6 +49,7 @@ class Trackers:
         keep_through_step: as for MetricsWriter.
         say: shows the user a line.
         """
+        self._path = run.metrics
         self._metrics = MetricsWriter(run.metrics, keep_through_step=keep_through_step)
         self._trackers: list[Tracker] = []
         if tracking.wandb is not WandbMode.disabled:
@@ -68,6 +72,13 @@ class Trackers:
         """Give the trackers conversations of a step, as Markdown."""
         for tracker in self._trackers:
             tracker.log_texts(step, texts)
+
+    def rewind(self, step: int) -> None:
+        """Remove what was recorded of steps after this one, which come again."""
+        self._metrics.close()
+        self._metrics = MetricsWriter(self._path, keep_through_step=step)
+        for tracker in self._trackers:
+            tracker.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
         self._metrics.close()

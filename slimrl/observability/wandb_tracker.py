@@ -35,6 +35,9 @@ class WandbTracker:
         rows = [[step, number, text] for number, text in enumerate(texts)]
         self._run.log({STEP: step, "trajectories": wandb.Table(columns=[STEP, "number", "text"], data=rows)})
 
+    def rewind(self, step: int) -> None:
+        """wandb shows the later of two values of a step."""
+
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
 

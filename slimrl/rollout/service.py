@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutService:
-    """Runs groups from `start` until the stage is closed."""
+    """Runs groups from `start` until `end`, or until the stage is closed."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class RolloutService:
         self._counted: dict[str, int] = {}
         """Counts of the admission at the last batch"""
         self._last_take = time.monotonic()
+        self._serving: asyncio.Task[None] | None = None
 
     def start(self, step: int, weight_version: int, saved: Path | None) -> None:
         """Begin with groups; call it when the engines serve their first weights.
@@ -312,6 +313,15 @@ class RolloutService:
             metrics=metrics,
             seconds=0.0,
         )
+
+    def end(self) -> None:
+        """End what runs, with nothing saved."""
+        self._stage.run(self._end_all())
+
+    async def _end_all(self) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+        await self._cancel()
 
     async def _cancel(self) -> None:
         """End what runs; its step is made again by a resumed run."""

@@ -94,6 +94,13 @@ class BackgroundEvaluation:
             return None
         return running.result()
 
+    def give_up(self) -> None:
+        """End the evaluation that runs, if one does; its engines take part in the next resync."""
+        if (running := self._running) is not None:
+            self._running = None
+            running.cancel()
+            self._engines.take_back()
+
     def wait(self, check: Callable[[], None]) -> Evaluated | None:
         """`take`, when the evaluation that runs has ended; None if there is none.
 

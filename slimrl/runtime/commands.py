@@ -1,8 +1,8 @@
 """What each command of the CLI does, with its arguments as plain values."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.rollout.group_filters import GroupFilters
+from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.checks.checkpoint_check import check_exported
 from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
@@ -39,6 +40,7 @@ from slimrl.runtime.sft import read_examples
 from slimrl.runtime.start import logs_of_command, open_run, prepare, rollout_stage, started
 from slimrl.runtime.state import RunState
 from slimrl.runtime.train_run import TrainRun
+from slimrl.runtime.trainer_restarts import TrainerRestarts
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +126,8 @@ def _train(
         for note in () if task is None else task.notes:
             log.info(note)
         checkpoint, state = _resume_point(folder, recipe, progress, learns=task is not None)
-        data = _sampler(items, recipe, state)
+        # Refuses a position in other data, before anything starts.
+        _sampler(items, recipe, state)
         with (
             _recorder(folder, profiled, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
@@ -143,42 +146,56 @@ def _train(
             ) as processes,
         ):
             assert processes.trainers is not None
-            if task is None:
-                run = Run(
+            trainers = processes.trainers
+
+            def begin(
+                stage: RolloutStage | None, checkpoint: Path | None, state: RunState
+            ) -> tuple[Run, Callable[[], None]]:
+                """A run from a checkpoint on, and its loop."""
+                data = _sampler(items, recipe, state)
+                if task is None or stage is None:
+                    run = Run(
+                        recipe=recipe,
+                        folder=folder,
+                        trainers=trainers,
+                        trackers=trackers,
+                        progress=progress,
+                        state=state,
+                        preemption=preemption,
+                        data=data,
+                        recorder=recorder,
+                        summary_every_steps=recipe.sft.summary_every_steps,
+                    )
+                    return run, partial(sft_loop, run, data)
+                assert processes.engines is not None
+                train_run = TrainRun(
                     recipe=recipe,
                     folder=folder,
-                    trainers=processes.trainers,
+                    task=task,
+                    trainers=trainers,
+                    critics=processes.critics,
+                    engines=processes.engines,
+                    past_engines=processes.past,
+                    stage=stage,
+                    checkpoint=checkpoint,
                     trackers=trackers,
                     progress=progress,
                     state=state,
-                    preemption=preemption,
                     data=data,
                     recorder=recorder,
-                    summary_every_steps=recipe.sft.summary_every_steps,
+                    preemption=preemption,
                 )
-                sft_loop(run, data)
-            else:
-                assert processes.engines is not None
-                with rollout_stage(loaded, task, processes, progress) as stage:
-                    train_loop(
-                        TrainRun(
-                            recipe=recipe,
-                            folder=folder,
-                            task=task,
-                            trainers=processes.trainers,
-                            critics=processes.critics,
-                            engines=processes.engines,
-                            past_engines=processes.past,
-                            stage=stage,
-                            checkpoint=checkpoint,
-                            trackers=trackers,
-                            progress=progress,
-                            state=state,
-                            data=data,
-                            recorder=recorder,
-                            preemption=preemption,
-                        )
-                    )
+                return train_run, partial(train_loop, train_run)
+
+            def rewind() -> tuple[Path | None, RunState]:
+                """Go back to the newest checkpoint."""
+                found = _resume_point(folder, recipe, progress)
+                trackers.rewind(_kept_step(*found))
+                return found
+
+            restarts = TrainerRestarts(recipe.run, rewind, progress)
+            with nullcontext() if task is None else rollout_stage(loaded, task, processes, progress) as stage:
+                state = restarts.go_on(partial(begin, stage), checkpoint, state)
         raise_preempted(folder, state.step, recipe.steps)
 
 
@@ -388,5 +405,10 @@ def _trackers(
     loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState, progress: Progress
 ) -> Trackers:
     """Trackers that continue after the checkpoint's step, or start empty."""
-    keep = BEFORE_STEP_0 if checkpoint is None else state.step
+    keep = _kept_step(checkpoint, state)
     return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded), keep_through_step=keep, say=progress.say)
+
+
+def _kept_step(checkpoint: Path | None, state: RunState) -> int:
+    """The last step of which a run that goes on from a checkpoint keeps the metrics."""
+    return BEFORE_STEP_0 if checkpoint is None else state.step

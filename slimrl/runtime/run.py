@@ -93,8 +93,29 @@ class Run:
 
     def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
         """Writers of the parts of a checkpoint, by the names of their folders; see CheckpointFolder.save."""
-        groups = [group for group in (self.trainers, self.critics) if group is not None]
-        return {group.role: group.save_checkpoint for group in groups}
+        return {group.role: group.save_checkpoint for group in self._groups}
+
+    @property
+    def _groups(self) -> list[TrainerGroup]:
+        return [group for group in (self.trainers, self.critics) if group is not None]
+
+    def end_trainers(self) -> None:
+        """End all ranks and what runs beside them; the run may go on after `restart_trainers` as another object."""
+        for group in self._groups:
+            group.end()
+        self._checkpoints.clean()
+
+    def restart_trainers(self, checkpoint: Path | None) -> None:
+        """Start ranks in the place of those that have ended.
+
+        Args:
+            checkpoint: that they load; None for the weights that the recipe names.
+
+        Raises:
+            StageError: a rank does not start.
+        """
+        for group in self._groups:
+            group.restart(checkpoint)
 
     def finish(self) -> None:
         """Export the model, or only save a checkpoint if the run was preempted."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from slimrl.base.errors import RunError, StageError
+from slimrl.base.errors import RunError, StageError, TrainerLost
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.data.training import UpdateResult
@@ -111,6 +111,7 @@ class CheckpointFolder:
 
         Raises:
             RunError: it could not be written, for example to a full disk. No part of it is left.
+            TrainerLost: a rank is lost.
         """
         try:
             partial = self.begin(state.step)
@@ -120,6 +121,9 @@ class CheckpointFolder:
                 for name, digest in write(partial / part).items()
             }
             final = self.finish(partial, state, files)
+        except TrainerLost:
+            # Other ranks may still be writing; `clean` comes when they have ended.
+            raise
         except (OSError, RunError) as error:
             free_mb = shutil.disk_usage(self.path).free / 1e6
             self.clean()

@@ -81,9 +81,8 @@ class TrainRun(Run):
             self.recipe, self.task.eval_sets, self.stage, self.engines, self.progress
         )
         if self.recipe.rollout.mode is not RolloutMode.sync:
-            for group in (self.trainers, self.critics):
-                if group is not None:
-                    group.meanwhile = self.stage.check
+            for group in self._groups:
+                group.meanwhile = self.stage.check
         self._past = None
         if self.past_engines is not None:
             self._past = PastVersions(
@@ -318,6 +317,15 @@ class TrainRun(Run):
         self._memory.enter(MemoryPhase.rollout)
         if self._past is not None:
             self._past.clean()
+
+    def end_trainers(self) -> None:
+        self._service.end()
+        self._background.give_up()
+        super().end_trainers()
+
+    def restart_trainers(self, checkpoint: Path | None) -> None:
+        with self._memory.trainer_starts():
+            super().restart_trainers(checkpoint)
 
     def _export(self) -> None:
         """Draw the curve, then export."""

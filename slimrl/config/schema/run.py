@@ -37,6 +37,11 @@ class RunConfig:
     """Name of the run; its folder is `<dir>/<name>`."""
     dir: FilePath = "runs"
     """Folder that holds the run folders."""
+    max_restarts: NonNegativeInt = 3
+    """How often the trainer is started anew in place after a rank has died or hangs, or its node is lost; one more
+    within `restart_window_s` ends the run."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds after which a restart of the trainer counts no more."""
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from slimrl.base.errors import ActorLost, NodeLost, StageError
+from slimrl.base.errors import ActorLost, NoAnswer, NodeLost, PeerLost, StageError
 from slimrl.engines.servers.process import ServerError
 from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.reservation import is_alive
@@ -127,7 +127,7 @@ class Calls[T]:
         return results
 
     def _late(self, names: list[str], timeout_s: float) -> StageError:
-        return StageError(
+        return NoAnswer(
             f"{', '.join(names)}: {self.method} did not finish within {timeout_s:.0f} s{self._log(names[0])}"
         )
 
@@ -141,8 +141,9 @@ class Calls[T]:
             # ServerError's message already has the name.
             is_server = isinstance(cause, ServerError)
             message = str(cause) if is_server else f"{name}: {method}: {type(cause).__name__}: {cause}"
-            distance = _CONSEQUENCE if any(text in str(cause) for text in _CONSEQUENCES) else 1
-            return distance, StageError(message, str(error))
+            if any(text in str(cause) for text in _CONSEQUENCES):
+                return _CONSEQUENCE, PeerLost(message, str(error))
+            return 1, StageError(message, str(error))
         if isinstance(error, RayActorError) and not is_alive(node):
             message = f"{name}: its node {node.name} was lost during {method}{self._log(name)}"
             return 0, NodeLost(message, str(error))

@@ -12,7 +12,8 @@ Both sides release memory before either resumes any, so that they never hold mor
 starts in the first row: the trainer has released everything before the engines start.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
 
@@ -46,18 +47,38 @@ class MemorySchedule:
 
     def __init__(self, engines: MemoryHolder, trainer: MemoryHolder, *, enabled: bool) -> None:
         self._sides = (engines, trainer)
-        self._held: tuple[frozenset[Enum], frozenset[Enum]] = MemoryPhase.rollout.value
+        self._held: list[frozenset[Enum]] = list(MemoryPhase.rollout.value)
         self._enabled = enabled
 
     def enter(self, phase: MemoryPhase) -> None:
         """Move memory, and return when both sides hold what the phase gives them."""
         if not self._enabled:
             return
-        sides = list(zip(self._sides, self._held, phase.value, strict=True))
-        for side, held, wanted in sides:
-            if surplus := held - wanted:
-                side.release_memory(surplus)
-        for side, held, wanted in sides:
-            if missing := wanted - held:
-                side.resume_memory(missing)
-        self._held = phase.value
+        held: tuple[frozenset[Enum], frozenset[Enum]] = phase.value
+        for side, wanted in enumerate(held):
+            self._release(side, wanted)
+        for side, wanted in enumerate(held):
+            self._resume(side, wanted)
+
+    @contextmanager
+    def trainer_starts(self) -> Iterator[None]:
+        """Have the engines hold nothing within the block, which starts another trainer in the place of one that has
+        ended; afterwards both sides hold what the phase `rollout` gives them."""
+        if not self._enabled:
+            yield
+            return
+        engines, trainer = MemoryPhase.train.value
+        self._release(0, engines)
+        yield
+        self._held[1] = trainer
+        self.enter(MemoryPhase.rollout)
+
+    def _release(self, side: int, wanted: frozenset[Enum]) -> None:
+        if surplus := self._held[side] - wanted:
+            self._sides[side].release_memory(surplus)
+            self._held[side] &= wanted
+
+    def _resume(self, side: int, wanted: frozenset[Enum]) -> None:
+        if missing := wanted - self._held[side]:
+            self._sides[side].resume_memory(missing)
+            self._held[side] |= wanted

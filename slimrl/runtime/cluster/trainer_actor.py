@@ -33,6 +33,7 @@ from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.task.engine_format import engine_transform
 from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.node_processes import NodeProcess
 from slimrl.runtime.cluster.rank_batches import RankBatches
 
 
@@ -87,8 +88,8 @@ class TrainerActor(RankBatches):
         address = get_node_ip_address()
         return f"tcp://{address}:{free_port(address)}"
 
-    def pid(self) -> int:
-        return os.getpid()
+    def process(self) -> NodeProcess:
+        return NodeProcess.own()
 
     def start(self, meeting: str) -> Layout:
         """Join the other ranks and build the model; weights are random until loaded."""

@@ -1,7 +1,9 @@
 """The trainer of a run, from the driver's side: one actor per rank, called together."""
 
+import logging
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import reduce
@@ -11,6 +13,7 @@ from typing import Any, Concatenate
 
 import ray
 
+from slimrl.base.errors import ActorLost, NoAnswer, PeerLost, StageError, TrainerLost
 from slimrl.base.spans import SPANS
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.env_vars import trainer_variables
@@ -23,14 +26,20 @@ from slimrl.resync.report import ResyncReport
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.calls import Calls
 from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.node_processes import NodeProcess, end_processes
+from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.rank_batches import RankBatches
-from slimrl.runtime.cluster.reservation import Reservation
+from slimrl.runtime.cluster.reservation import Reservation, Room, is_alive
 from slimrl.runtime.cluster.trainer_actor import RemoteTrainer, TrainerActor
 
 TRAINER, CRITIC = "trainer", "critic"
 """Roles of ranks; also the folders of their parts of a run's checkpoint."""
 MEANWHILE_S = 1.0
 """Seconds between two calls of `meanwhile`."""
+ROOM_POLL_S = 1.0
+"""Seconds between two looks for room on another node."""
+
+log = logging.getLogger(__name__)
 
 _SHOWN = {
     RankBatches.add_logprobs.__name__: ("log-probs", "micro-batches"),
@@ -44,7 +53,10 @@ _SHOWN = {
 
 
 class TrainerGroup:
-    """All ranks of the trainer, or of its critic. Every method raises StageError if a rank fails or is late."""
+    """All ranks of the trainer, or of its critic.
+
+    Every method raises StageError if a rank fails; TrainerLost if it has ended, is late, or is not reached by others.
+    """
 
     def __init__(
         self,
@@ -61,29 +73,49 @@ class TrainerGroup:
         Args:
             role: TRAINER; or CRITIC, and the recipe is the critic's (`critic_recipe`).
         """
-        self._recipe, self._progress, self.role = recipe, progress, role
+        self._recipe, self._folder, self._progress, self.role = recipe, folder, progress, role
+        self._total_updates = total_updates
         self._actors: ActorGroup[TrainerActor] = ActorGroup()
-        variables = trainer_variables(recipe, os.environ)
         placed = places.placement.critics if role == CRITIC else places.placement.ranks
-        for rank, slot in enumerate(placed):
-            name, log_file = f"{role} {rank}", folder.log_file(f"{role}_{rank}")
-            actor = RemoteTrainer.options(**places.options(slot, variables)).remote(
-                recipe, log_file.absolute(), Path.cwd(), rank, slot.node.name, total_updates, critic=role == CRITIC
-            )
-            self._actors.add(name, actor, log_file, slot.node)
-        self._nodes = [slot.node.name for slot in placed]
+        self._sites = [(slot, places) for slot in placed]
+        """Slot of each rank, and the reservation that holds it"""
+        self._make()
         self._layouts: dict[str, Layout] = {}
         self.meanwhile: Callable[[], None] = lambda: None
         """Function that is called every MEANWHILE_S in a `call`; what it raises ends the wait"""
         self._looked = 0.0
         """Time of the last call of `meanwhile`, on the monotonic clock"""
-        self.pids: tuple[int, ...] = ()
+        self._processes: list[NodeProcess] = []
+
+    def _make(self) -> None:
+        variables = trainer_variables(self._recipe, os.environ)
+        for rank, (slot, places) in enumerate(self._sites):
+            name, log_file = f"{self.role} {rank}", self._folder.log_file(f"{self.role}_{rank}")
+            actor = RemoteTrainer.options(**places.options(slot, variables)).remote(
+                self._recipe,
+                log_file.absolute(),
+                Path.cwd(),
+                rank,
+                slot.node.name,
+                self._total_updates,
+                critic=self.role == CRITIC,
+            )
+            self._actors.add(name, actor, log_file, slot.node)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def _nodes(self) -> list[Node]:
+        """Of each rank."""
+        return [slot.node for slot, _ in self._sites]
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
         """(role and node, pid) of each rank."""
         named = zip(self._actors.names, self._nodes, self.pids, strict=True)
-        return tuple((f"{name} on {node}", pid) for name, node, pid in named)
+        return tuple((f"{name} on {node.name}", pid) for name, node, pid in named)
 
     def start(self, checkpoint: Path | None = None) -> None:
         """Join the ranks, build the model and load the recipe's weights.
@@ -92,13 +124,62 @@ class TrainerGroup:
             checkpoint: a run's checkpoint; its weights and optimizer state replace these.
         """
         ranks, timeout_s = self._actors, self._recipe.trainer.startup_timeout_s
-        self.pids = tuple(ranks.begin(TrainerActor.pid).wait(timeout_s=timeout_s).values())
-        first = ranks.on(ranks.names[:1]).begin(TrainerActor.rendezvous, len(set(self._nodes)) == 1)
-        (meeting,) = first.wait(timeout_s=timeout_s).values()
-        self._layouts = ranks.begin(TrainerActor.start, meeting).wait(timeout_s=timeout_s)
-        ranks.begin(TrainerActor.load_weights).wait(timeout_s=timeout_s)
+        try:
+            self._processes = list(ranks.begin(TrainerActor.process).wait(timeout_s=timeout_s).values())
+            first = ranks.on(ranks.names[:1]).begin(TrainerActor.rendezvous, len(set(self._nodes)) == 1)
+            (meeting,) = first.wait(timeout_s=timeout_s).values()
+            self._layouts = ranks.begin(TrainerActor.start, meeting).wait(timeout_s=timeout_s)
+            ranks.begin(TrainerActor.load_weights).wait(timeout_s=timeout_s)
+        except (ActorLost, NoAnswer, PeerLost) as error:
+            raise TrainerLost(str(error), error.details) from error
         if checkpoint is not None:
             self.call(TrainerActor.load_checkpoint, (checkpoint / self.role).absolute())
+
+    def end(self) -> None:
+        """End all ranks, whatever they do, and wait until they have."""
+        self.kill()
+        processes = defaultdict(list)
+        for node, process in zip(self._nodes, self._processes, strict=False):
+            processes[node].append(process)
+        end_processes(processes)
+
+    def restart(self, checkpoint: Path | None) -> None:
+        """Start all ranks anew after `end`, those of a node that was lost on another one that has room for them.
+
+        Args:
+            checkpoint: as for `start`.
+
+        Raises:
+            StageError: no node has room, or as `start`.
+        """
+        self._leave_lost_nodes()
+        self._processes = []
+        self._make()
+        self.start(checkpoint)
+
+    def _leave_lost_nodes(self) -> None:
+        counts = Counter(self._nodes)
+        for node in [node for node in counts if not is_alive(node)]:
+            found = self._find_room(node, counts[node], self._sites[self._nodes.index(node)][1].resource)
+            slots = iter(found.placement.slots)
+            self._sites = [
+                (next(slots), found) if slot.node == node else (slot, places) for slot, places in self._sites
+            ]
+
+    def _find_room(self, lost: Node, num_slots: int, resource: str) -> Reservation:
+        """Slots on another node, as many as ranks were on the lost one."""
+        room, deadline = Room(num_slots, resource), time.monotonic() + self._recipe.trainer.startup_timeout_s
+        with self._progress.stage(f"node {lost.name} is lost: waiting for another with {num_slots} {resource}s"):
+            while (found := room.find()) is None:
+                if time.monotonic() > deadline:
+                    waited = f"trainer.startup_timeout_s = {self._recipe.trainer.startup_timeout_s:g} s"
+                    raise StageError(
+                        f"{self.role}: node {lost.name} was lost, and no other has {num_slots} {resource}s for its "
+                        f"ranks within {waited}. Give the job a node more than it needs."
+                    )
+                time.sleep(ROOM_POLL_S)
+        log.info("ranks of %s start on %s", lost.name, found.placement.slots[0].node.name)
+        return found
 
     @property
     def layout(self) -> Layout:
@@ -197,7 +278,10 @@ class TrainerGroup:
                 if watch is not None:
                     watch()
 
-            return calls.wait(timeout_s=self._recipe.trainer.timeout_s, while_waiting=wait)
+            try:
+                return calls.wait(timeout_s=self._recipe.trainer.timeout_s, while_waiting=wait)
+            except (ActorLost, NoAnswer, PeerLost) as error:
+                raise TrainerLost(str(error), error.details) from error
 
 
 class _Watch:

@@ -1,0 +1,105 @@
+"""Trainers that die: their ranks are started anew in place, and the run goes on from its newest checkpoint.
+
+Engines, gateway, sandboxes, environments and episode workers stay as they are. What the run knows is read again from
+the checkpoint, as `--resume` does, so that it goes on exactly as a resumed run would.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slimrl.base.errors import StageError, TrainerLost
+from slimrl.config.schema.run import RunConfig
+from slimrl.observability.progress import Progress
+from slimrl.runtime.run import Run
+from slimrl.runtime.state import RunState
+
+log = logging.getLogger(__name__)
+
+
+class TrainerRestarts:
+    """Restarts the trainer as often as the recipe allows."""
+
+    def __init__(
+        self,
+        limits: RunConfig,
+        newest: Callable[[], tuple[Path | None, RunState]],
+        progress: Progress,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            newest: goes back to the newest checkpoint; returns it and its state, or None and a new state.
+            now: a clock, in seconds.
+        """
+        self._limits, self._newest, self._progress, self._now = limits, newest, progress, now
+        self._times: list[float] = []
+
+    def go_on(
+        self,
+        begin: Callable[[Path | None, RunState], tuple[Run, Callable[[], None]]],
+        checkpoint: Path | None,
+        state: RunState,
+    ) -> RunState:
+        """Run to the end, with as many restarts as it takes.
+
+        Args:
+            begin: makes a run that goes on from a checkpoint, and its loop.
+
+        Returns:
+            The state at the end.
+
+        Raises:
+            StageError: see `_restart`.
+        """
+        while True:
+            run, loop = begin(checkpoint, state)
+            try:
+                loop()
+                return state
+            except TrainerLost as lost:
+                checkpoint, state = self._restart(run, lost)
+
+    def _restart(self, run: Run, lost: TrainerLost) -> tuple[Path | None, RunState]:
+        """Start the ranks of a run anew; where they are lost again meanwhile, once more.
+
+        Returns:
+            The checkpoint that they have loaded and its state, from which the run goes on.
+
+        Raises:
+            StageError: `run.max_restarts` allows no more, or a rank cannot be started.
+        """
+        began = self._now()
+        while True:
+            self._count(lost)
+            self._progress.say(f"warning: {lost}; the trainer is started anew")
+            run.end_trainers()
+            checkpoint, state = self._newest()
+            try:
+                with self._progress.stage("starting the trainer"):
+                    run.restart_trainers(checkpoint)
+            except TrainerLost as again:
+                lost = again
+                continue
+            text = (
+                f"the trainer has started again after {self._now() - began:.1f} s, and goes on after step {state.step}"
+            )
+            log.warning("%s", text)
+            self._progress.say(text)
+            return checkpoint, state
+
+    def _count(self, lost: TrainerLost) -> None:
+        log.warning("the trainer is lost: %s\n%s", lost, lost.details)
+        now, limits = self._now(), self._limits
+        self._times = [one for one in self._times if now - one < limits.restart_window_s]
+        if len(self._times) < limits.max_restarts:
+            self._times.append(now)
+            return
+        if not limits.max_restarts:
+            raise lost
+        raise StageError(
+            f"{lost}; run.max_restarts = {limits.max_restarts} within run.restart_window_s = "
+            f"{limits.restart_window_s:g} s allows no more restarts of the trainer",
+            lost.details,
+        ) from lost
