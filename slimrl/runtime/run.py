@@ -1,13 +1,13 @@
 """What all training runs share: numbered steps, their metrics, checkpoints, the final export."""
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slimrl.base.errors import RunError, StepDropped
-from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import DataOrder
 from slimrl.observability.expert_load import write_expert_load
@@ -15,11 +15,14 @@ from slimrl.observability.profiling.recorder import Recorder
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
+from slimrl.runtime.checkpoint_writer import CheckpointPart, CheckpointWriter
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.stop_rule import count_crossed, limits_of, stop_report
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,7 +45,8 @@ class Run:
     """Recorder of a run that is profiled"""
 
     def __post_init__(self) -> None:
-        self._checkpoints = CheckpointFolder(self.folder.checkpoints)
+        folder = CheckpointFolder(self.folder.checkpoints)
+        self._checkpoints = CheckpointWriter(folder, self.recipe.checkpoint.keep, self.folder.note_checkpoint)
 
     @property
     def should_continue(self) -> bool:
@@ -55,6 +59,7 @@ class Run:
         Raises:
             RunError: the stop rule ends the run here; the step is complete and its checkpoint saved.
         """
+        self._checkpoints.look()
         step = Step(self.state.step + 1)
         try:
             with nullcontext() if self.recorder is None else self.recorder.step(step.number, self.trainers):
@@ -87,13 +92,19 @@ class Run:
         return step == self.recipe.steps or self.preemption.asked or (every > 0 and step % every == 0)
 
     def save_checkpoint(self) -> None:
-        """Save a complete checkpoint, or none."""
-        self._checkpoints.save(self.state, self.recipe.checkpoint.keep, self._writers())
-        self.folder.note_checkpoint(self.state.step)
+        """Begin a checkpoint, which is written beside the next steps."""
+        self._checkpoints.begin(self.state, self._parts())
 
-    def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
-        """Writers of the parts of a checkpoint, by the names of their folders; see CheckpointFolder.save."""
-        return {group.role: group.save_checkpoint for group in self._groups}
+    def complete_checkpoint(self) -> None:
+        """Wait until the checkpoint that was begun is complete, for a run that fails otherwise; log what fails here."""
+        try:
+            self._checkpoints.finish()
+        except RunError as error:
+            log.warning("%s", error)
+
+    def _parts(self) -> dict[str, CheckpointPart]:
+        """The parts of a checkpoint, by the names of their folders."""
+        return {group.role: group for group in self._groups}
 
     @property
     def _groups(self) -> list[TrainerGroup]:
@@ -103,7 +114,7 @@ class Run:
         """End all ranks and what runs beside them; the run may go on after `restart_trainers` as another object."""
         for group in self._groups:
             group.end()
-        self._checkpoints.clean()
+        self._checkpoints.abandon()
 
     def restart_trainers(self, checkpoint: Path | None) -> None:
         """Start ranks in the place of those that have ended.
@@ -122,6 +133,7 @@ class Run:
         if self.checkpoint_is_due():
             # The preemption signal came after the last check of the loop.
             self.save_checkpoint()
+        self._checkpoints.finish()
         if self.state.step >= self.recipe.steps:
             self._export()
 
@@ -139,6 +151,7 @@ class Run:
             return report
         if not self._checkpoints.holds(self.state.step):
             self.save_checkpoint()
+        self._checkpoints.finish()
         return f"{report}\nIts checkpoint is saved: --resume continues after this step."
 
     def _end(self, step: Step) -> None:

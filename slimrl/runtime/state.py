@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,29 +101,17 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def save(
-        self, state: RunState, keep: int, writers: Mapping[str, Callable[[Path], Mapping[str, FileDigest]]]
-    ) -> Path:
-        """Save a checkpoint and keep the newest `keep`.
-
-        Args:
-            writers: of each part, by the name of its folder: a function that writes it into a new folder and returns
-                the checksums of its files by name.
+    @contextmanager
+    def naming_failures(self, step: int) -> Iterator[None]:
+        """What fails in the block is the checkpoint of this step, of which no part is left.
 
         Raises:
-            RunError: it could not be written, for example to a full disk. No part of it is left.
-            TrainerLost: a rank is lost.
+            StageError: it could not be written, for example to a full disk; names the checkpoint before it.
+            TrainerLost: a rank is lost. Others may still be writing: `clean` comes when they have ended.
         """
         try:
-            partial = self.begin(state.step)
-            files = {
-                f"{part}/{name}": digest
-                for part, write in writers.items()
-                for name, digest in write(partial / part).items()
-            }
-            final = self.finish(partial, state, files)
+            yield
         except TrainerLost:
-            # Other ranks may still be writing; `clean` comes when they have ended.
             raise
         except (OSError, RunError) as error:
             free_mb = shutil.disk_usage(self.path).free / 1e6
@@ -130,10 +119,8 @@ class CheckpointFolder:
             older = self.complete()
             full = f"no space left on the disk of {self.path} ({free_mb:.1f} MB): " if free_mb < FULL_MB else ""
             rest = f"--resume continues from {older[-1]}" if older else "There is none before it"
-            message = f"the checkpoint of step {state.step} could not be written: {full}{error}. {rest}."
+            message = f"the checkpoint of step {step} could not be written: {full}{error}. {rest}."
             raise StageError(message, getattr(error, "details", "")) from error
-        self.prune(keep)
-        return final
 
     def begin(self, step: int) -> Path:
         """A fresh hidden folder to write the checkpoint of `step` into; unfinished ones are removed."""

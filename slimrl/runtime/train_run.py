@@ -1,6 +1,6 @@
 """A run of `slimrl train`: it adds engines, rollouts, evaluations and the resync."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -10,7 +10,6 @@ from typing import Any
 from slimrl.agent.roles.player import plays_past
 from slimrl.algorithms.selection import Selection
 from slimrl.base.errors import RunError, StepDropped
-from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.rollout import RolloutMode
 from slimrl.data.engine import RUN_EVALUATION
 from slimrl.data.mixture import DataOrder
@@ -32,6 +31,7 @@ from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_m
 from slimrl.rollout.step_rollout import StepRollout
 from slimrl.rollout.task.task import Task
 from slimrl.runtime.background_evaluation import BackgroundEvaluation, Evaluated
+from slimrl.runtime.checkpoint_writer import CheckpointPart, WrittenAtOnce
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.learner import Learner
@@ -256,10 +256,10 @@ class TrainRun(Run):
     def _position(self) -> dict[str, Any]:
         return self._service.position()
 
-    def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
+    def _parts(self) -> dict[str, CheckpointPart]:
         # Without groups that span steps, the position in the data is all that there is.
-        of_rollout = {ROLLOUT_PART: self._service.save} if self.recipe.rollout.spans_steps else {}
-        return super()._writers() | of_rollout
+        of_rollout = {ROLLOUT_PART: WrittenAtOnce(self._service.save)} if self.recipe.rollout.spans_steps else {}
+        return super()._parts() | of_rollout
 
     @property
     def _saved_rollout(self) -> Path | None:

@@ -20,12 +20,13 @@ from slimrl.models.peft_config import peft_config
 from slimrl.trainer.build import build_model
 from slimrl.trainer.checkpointing import checkpoint
 from slimrl.trainer.checkpointing.export import ExportedAdapters, export_hf
+from slimrl.trainer.checkpointing.writing import CheckpointWriting, storage_addresses
 from slimrl.trainer.determinism import make_deterministic
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
 from slimrl.trainer.lora.attach import attach_adapters, without_adapters
 from slimrl.trainer.micro_batch_runner import MicroBatchRunner, ValueRunner
 from slimrl.trainer.mtp import MtpLoss
-from slimrl.trainer.offload import Offload
+from slimrl.trainer.offload import Offload, weight_tensors
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.reference import ReferenceWeights
 from slimrl.trainer.weight_source import MegatronWeightSource
@@ -132,6 +133,14 @@ class TrainerWorker:
         return checkpoint.save(
             directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path
         )
+
+    def begin_checkpoint(self, directory: Path) -> CheckpointWriting:
+        """Begin a checkpoint whose `write` may run beside the training; see checkpoint.begin."""
+        writing = checkpoint.begin(
+            directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path
+        )
+        writing.stage(storage_addresses([*weight_tensors(self.chunks), *self.optimizer.tensors()]))
+        return writing
 
     def load_checkpoint(self, directory: Path) -> None:
         checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)

@@ -1,13 +1,15 @@
 """A trainer that dies is started anew in place, and the run goes on as if nothing had happened."""
 
+import json
 import random
+import re
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from cli_runs import (
+    ENGINE,
     RECIPES,
     CliRun,
     Workspace,
@@ -58,20 +60,90 @@ def ranks_of(run: CliRun) -> list[psutil.Process]:
     return run.members("ray::TrainerActor")
 
 
-def test_a_killed_rank_changes_nothing_of_a_deterministic_run(workspace: Workspace, whole: RunFolder):
-    folder = workspace.run_folder("killed")
-    run = CliRun(["train", GSPO, *deterministic(workspace, "killed")])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "its process died during"),
+        pytest.param(signal.SIGSTOP, "trainer: no rank made progress in", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_changes_nothing_of_a_deterministic_run(
+    workspace: Workspace, whole: RunFolder, number: signal.Signals, said: str
+):
+    name = f"after_{number.name}"
+    folder = workspace.run_folder(name)
+    run = CliRun(["train", GSPO, *deterministic(workspace, name, "trainer.hang_timeout_s=15")])
     try:
         run.wait_until(lambda: num_logged_steps(folder) == 3, RUN_S)
-        others = {process.pid for process in run.family} - {rank.pid for rank in ranks_of(run)}
+        engines = {process.pid for process in run.members(ENGINE)}
         time.sleep(random.uniform(0.0, 1.0))
-        random.choice(ranks_of(run)).send_signal(signal.SIGKILL)
+        lost = random.choice(ranks_of(run))
+        lost.send_signal(number)
+        run.wait_until(lambda: "the trainer has started again" in folder.log_file("driver").read_text(), RUN_S)
+        assert {process.pid for process in run.members(ENGINE)} == engines
         assert run.wait(RUN_S) == 0, run.stderr
         assert run.left() == []
     finally:
         run.close()
-    print(run.stdout, run.stderr)
-    assert run.stdout.count("the trainer has started again after") == 1
+    assert re.search(rf"warning: .*{said}.*; the trainer is started anew", run.stdout), run.stdout
+    if number == signal.SIGSTOP:
+        assert re.search(r"trainer [01]: no answer; trainer [01]: \d+ of \d+ done, in \w+ \(", run.stdout), run.stdout
     assert steps_without_times(folder) == steps_without_times(whole)
     assert samples(folder) == samples(whole)
     assert exported(folder) == exported(whole)
+
+
+def test_groups_of_an_asynchronous_run_are_trained_on_once_whatever_becomes_of_its_trainer(workspace: Workspace):
+    folder = workspace.run_folder("async")
+    overrides = workspace.overrides(
+        "run.name=async",
+        "rollout.mode=async",
+        "algorithm.correction.level=token",
+        "reward.function=toy_reward:low_tokens_of_any_version",
+        "steps=8",
+        "checkpoint.every_steps=2",
+        "trainer.num_ranks=1",
+        "trainer.parallel.expert=1",
+        "rollout.num_engines=1",
+    )
+    run = CliRun(["train", GSPO, *overrides])
+    try:
+        for step in (3, 6):
+            run.wait_until(lambda step=step: num_logged_steps(folder) > step, RUN_S)
+            ranks_of(run)[-1].send_signal(signal.SIGKILL)
+            run.wait_until(lambda step=step: restarts(folder) == step // 3, RUN_S)
+        assert run.wait(RUN_S) == 0, run.stderr
+        assert run.left() == []
+    finally:
+        run.close()
+    lines = read_metrics(folder.metrics)
+    assert [line["step"] for line in lines] == list(range(9))
+    groups = [json.loads(line) for line in folder.groups.read_text().splitlines()]
+    taken = [(line["step"], line["group"]) for line in groups if line["end"] == "taken"]
+    assert sorted(step for step, _ in taken) == [step for step in range(1, 9) for _ in range(4)]
+    assert len({group for _, group in taken}) == len(taken)
+
+
+def restarts(folder: RunFolder) -> int:
+    return (
+        folder.log_file("driver").read_text().count("WARNING slimrl.runtime.trainer_restarts: the trainer has started")
+    )
+
+
+def test_more_restarts_than_allowed_end_the_run_with_its_cause(workspace: Workspace):
+    folder = workspace.run_folder("limited")
+    settings = deterministic(workspace, "limited", "run.max_restarts=1", "steps=1000", "checkpoint.every_steps=0")
+    run = CliRun(["train", GSPO, *settings])
+    try:
+        for number in (1, 2):
+            run.wait_until(
+                lambda number=number: num_logged_steps(folder) >= 2 and restarts(folder) == number - 1, RUN_S
+            )
+            ranks_of(run)[-1].send_signal(signal.SIGKILL)
+        assert run.wait(RUN_S) == 1
+        assert run.left() == []
+    finally:
+        run.close()
+    assert "goes on after step 0" in run.stdout
+    assert run.stderr.count("run.max_restarts = 1 within run.restart_window_s = 3600 s allows no more") == 1, run.stderr
+    assert "its process died during" in run.stderr

@@ -13,7 +13,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from slimrl.base.errors import ActorLost, NodeLost, StageError
+from slimrl.base.errors import ActorLost, NoAnswer, NodeLost, StageError
 from slimrl.engines.servers.process import ServerError
 from slimrl.runtime.cluster import calls
 from slimrl.runtime.cluster.actors import ActorGroup, run
@@ -187,7 +187,7 @@ def test_what_became_of_each_is_known_when_all_have_ended_or_at_the_deadline(
     ray.now, ray.ends["rank 0"] = 0.0, (NEVER, None)
     late = group.begin(Rank.ending).outcomes(timeout_s=7.0)["rank 0"]
     assert ray.now == pytest.approx(7.0, abs=0.45)
-    assert type(late) is StageError
+    assert type(late) is NoAnswer
     assert str(late) == f"rank 0: ending did not finish within 7 s (log: {tmp_path / 'rank 0.log'})"
     assert group.on([]).begin(Rank.ending).outcomes(timeout_s=7.0) == {}
 
@@ -271,4 +271,4 @@ def test_a_lost_node_is_named_where_its_actors_cannot_be_reached(ray: Ray, group
 def test_all_processes_are_ended_at_once(ray: Ray, group: ActorGroup[Rank]):
     group.kill()
     assert ray.killed == [member.actor for member in group._members.values()]
-    assert group.first is ray.killed[0]
+    assert list(group.handles.values()) == ray.killed

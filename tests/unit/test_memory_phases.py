@@ -96,3 +96,17 @@ def test_memory_of_ones_own_stays_where_it_is():
     for stage in MemoryPhase:
         over.enter(stage)
     assert memory.held == set(BYTES)
+
+
+@pytest.mark.parametrize("phase", MemoryPhase)
+def test_another_trainer_starts_on_devices_that_hold_nothing_whenever_the_one_before_has_ended(phase: MemoryPhase):
+    over, memory = hand_over()
+    over.enter(phase)
+    # The trainer ends, with all that it held.
+    memory.held = {part for part in memory.held if part[0] == "engines"}
+    with over.trainer_starts():
+        assert memory.held == set()
+        memory.held |= TRAINER_ALL
+    assert memory.held == ENGINES_ALL
+    over.enter(MemoryPhase.train)
+    assert memory.held == TRAINER_ALL

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from saved_checkpoints import save
 
 from slimrl.base.errors import RunError
 from slimrl.config.past_versions import past_recipe, past_violations
@@ -84,7 +85,7 @@ class Parts:
         self.state.step = step
         self.past.keep(step)
         if saves:
-            CheckpointFolder(self.path / "checkpoints").save(self.state, 1, {})
+            save(CheckpointFolder(self.path / "checkpoints"), self.state, 1, {})
             self.past.clean()
 
     @property

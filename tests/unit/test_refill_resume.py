@@ -21,6 +21,7 @@ from slimrl.data.prompts import Sampler
 from slimrl.observability.run_folder import open_run_folder
 from slimrl.observability.trackers import Trackers
 from slimrl.rollout import service
+from slimrl.runtime.checkpoint_writer import WrittenAtOnce
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 from slimrl.runtime.train_run import TrainRun
 
@@ -51,7 +52,8 @@ def play(where: Path, stage: InstantStage, refill: RefillMode, *, until: int, re
     if resume:
         state, _ = read_state(CheckpointFolder(folder.checkpoints).complete()[-1])
         data.restore(state.cursor)
-    trainers = SimpleNamespace(role="trainer", save_checkpoint=lambda path: path.mkdir() or {})
+    trainers = WrittenAtOnce(lambda path: path.mkdir() or {})
+    trainers.role = "trainer"
     silent = SimpleNamespace(summary=lambda step, metrics: None, say=lambda text: None)
     with stage, Trackers(folder, recipe.tracking, {}, keep_through_step=state.step if resume else -1) as trackers:
         run = TrainRun(
@@ -73,6 +75,7 @@ def play(where: Path, stage: InstantStage, refill: RefillMode, *, until: int, re
             if state.step == before:
                 break
             run.save_checkpoint()
+            run.complete_checkpoint()
     return read_state(CheckpointFolder(folder.checkpoints).complete()[-1])[0]
 
 

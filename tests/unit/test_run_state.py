@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import xxhash
+from saved_checkpoints import save
 
 from slimrl.base.errors import RunError, StageError
 from slimrl.checkpoints.digests import FileDigest, file_digests
@@ -43,7 +44,7 @@ def run_state(step: int) -> RunState:
 def saved(path: Path, *steps: int, keep: int = 9) -> CheckpointFolder:
     folder = CheckpointFolder(path)
     for step in steps:
-        folder.save(run_state(step), keep, {"trainer": write_trainer})
+        save(folder, run_state(step), keep, {"trainer": write_trainer})
     return folder
 
 
@@ -118,7 +119,8 @@ def test_a_critic_s_part_is_saved_checked_and_removed_with_the_trainer_s(tmp_pat
     folder, state = CheckpointFolder(tmp_path), run_state(7)
     state.critic_skipped_in_a_row = 2
     parts = {"trainer": write_trainer, "critic": write_trainer}
-    final = folder.save(state, 9, parts)
+    save(folder, state, 9, parts)
+    final = tmp_path / "step_000007"
     files = json.loads((final / "state.json").read_text())["files"]
     assert set(files) == {f"{part}/{name}" for part in parts for name in FILES}
     found = newest_checkpoint(folder, contents=True)
@@ -133,7 +135,7 @@ def test_a_critic_s_part_is_saved_checked_and_removed_with_the_trainer_s(tmp_pat
         raise StageError("critic 0: save_checkpoint: it died")
 
     with pytest.raises(RunError, match=r"checkpoint of step 8 could not be written: .*critic 0"):
-        folder.save(run_state(8), 9, {**parts, "critic": fails})
+        save(folder, run_state(8), 9, {**parts, "critic": fails})
     assert names(folder) == ["step_000007"]
 
 
@@ -236,7 +238,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_the_one_before_i
         raise StageError("trainer 0: save_checkpoint: RuntimeError: No space left on device", "all tracebacks")
 
     with pytest.raises(RunError, match="checkpoint of step 20 could not be written") as caught:
-        folder.save(run_state(20), 2, {"trainer": fails})
+        save(folder, run_state(20), 2, {"trainer": fails})
     assert "No space left on device" in str(caught.value)
     assert f"--resume continues from {tmp_path / 'step_000010'}" in str(caught.value)
     assert getattr(caught.value, "details", "") == "all tracebacks"
@@ -250,7 +252,7 @@ def test_a_full_disk_is_called_so_whatever_the_library_says_of_it(tmp_path: Path
     for free, said in ((3e6, "no space left on the disk"), (3e12, "could not be written: unexpected pos")):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         with pytest.raises(RunError, match=said):
-            CheckpointFolder(tmp_path).save(run_state(20), 2, {"trainer": obscure})
+            save(CheckpointFolder(tmp_path), run_state(20), 2, {"trainer": obscure})
 
 
 @pytest.mark.parametrize("place", ["fsync", "begin"])
@@ -264,7 +266,7 @@ def test_a_disk_that_fills_up_at_the_driver_is_the_same_error(tmp_path: Path, mo
         monkeypatch.setattr(CheckpointFolder, "begin", full)
     folder = CheckpointFolder(tmp_path)
     with pytest.raises(RunError, match=r"No space left on device\. There is none before it\."):
-        folder.save(run_state(20), 2, {"trainer": write_trainer})
+        save(folder, run_state(20), 2, {"trainer": write_trainer})
     assert names(folder) == []
 
 
@@ -287,7 +289,7 @@ def test_a_checkpoint_that_cannot_be_removed_whole_does_not_end_the_run_and_keep
 
 
 def test_every_file_of_a_checkpoint_is_hashed_by_one_of_the_ranks_that_by_its_name_wrote_it(tmp_path: Path):
-    from slimrl.trainer.checkpointing.checkpoint import _written_by
+    from slimrl.trainer.checkpointing.writing import _written_by
 
     by_rank = {
         0: ["__0_0.distcp", ".metadata", "checkpoint.json", "common.pt", "hf/config.json", "rng/00000.pt"],

@@ -18,6 +18,8 @@ from slimrl.config.schema.resync import TransportName
 from slimrl.data.packing import pack
 from slimrl.data.trajectory import Segment
 from slimrl.runtime.cluster import trainer_group
+from slimrl.runtime.cluster.node_processes import NodeProcess
+from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
@@ -52,15 +54,15 @@ class Ranks:
         self.names, self.calls, self.timeouts = [], [], []
         self.are_slow = False
         self.answers = {
-            "pid": lambda rank: 100 + rank,
+            "process": lambda rank: NodeProcess(100 + rank, 1.0),
             "rendezvous": lambda rank, on_one_node: "file:///meet" if on_one_node else "tcp://10.0.0.1:29500",
             "start": lambda rank, meeting: SimpleNamespace(rank=rank, data=2, data_rank=DATA_RANKS[rank]),
-            "save_checkpoint": lambda rank, path: {f"__{rank}_0.distcp": FileDigest(bytes=rank, xxh3_128=str(rank))},
+            "finish_checkpoint": lambda rank: {f"__{rank}_0.distcp": FileDigest(bytes=rank, xxh3_128=str(rank))},
         }
 
     @property
-    def first(self):
-        return SimpleNamespace(progress=SimpleNamespace(remote=lambda: None))
+    def handles(self):
+        return dict.fromkeys(self.names, SimpleNamespace(progress=SimpleNamespace(remote=lambda: None)))
 
     def add(self, name, actor, log, node):
         self.names.append(name)
@@ -128,7 +130,10 @@ def make(monkeypatch, role: str) -> TrainerGroup:
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     recipe.trainer.startup_timeout_s, recipe.trainer.timeout_s, recipe.trainer.threads_per_rank = 11.0, 22.0, 3
-    slots = [SimpleNamespace(rank=rank, node=SimpleNamespace(name=f"node{rank // 2}")) for rank in range(6)]
+    nodes = [
+        Node(node_id=f"{number}", name=f"node{number}", address=f"10.0.0.{number}", slots=2) for number in range(3)
+    ]
+    slots = [SimpleNamespace(rank=rank, node=nodes[rank // 2]) for rank in range(6)]
     places = SimpleNamespace(
         placement=SimpleNamespace(ranks=slots[:4], critics=slots[4:]),
         options=lambda slot, variables: {"slot": slot.rank, **variables},
@@ -205,7 +210,7 @@ def test_pieces_of_an_update_go_from_the_ranks_of_one_group_to_all_ranks_of_anot
 
 def test_all_ranks_meet_where_the_first_one_says_before_weights_are_loaded(group):
     calls = group._actors.calls
-    assert [method for method, _ in calls] == ["pid", "rendezvous", "start", "load_weights"]
+    assert [method for method, _ in calls] == ["process", "rendezvous", "start", "load_weights"]
     assert [timeout_s for _, timeout_s in group._actors.timeouts] == [11.0] * 4
     assert calls[1][1] == {"trainer 0": (False,)}
     assert calls[2][1] == {f"trainer {rank}": ("tcp://10.0.0.1:29500",) for rank in range(4)}
@@ -286,32 +291,10 @@ def test_the_report_of_a_resync_is_that_of_the_rank_that_makes_one(group):
 
 
 def test_folders_reach_the_ranks_as_absolute_paths_and_the_checksums_of_all_ranks_come_back(group):
-    digests = group.save_checkpoint(Path("runs/trainer"))
+    group.begin_checkpoint(Path("runs/trainer"))
+    digests = group.finish_checkpoint()
     assert {name: digest.bytes for name, digest in digests.items()} == {f"__{rank}_0.distcp": rank for rank in range(4)}
     group.export_hf(Path("runs/export"))
-    for method, path in (("save_checkpoint", "runs/trainer"), ("export_hf", "runs/export")):
+    for method, path in (("begin_checkpoint", "runs/trainer"), ("export_hf", "runs/export")):
         given, _ = group._actors.last(method)
         assert given == {f"trainer {rank}": (Path(path).absolute(),) for rank in range(4)}
-
-
-def test_progress_is_asked_for_anew_only_once_it_has_been_answered(monkeypatch):
-    asked, shown, waiting = [], [], True
-    actor = SimpleNamespace(progress=SimpleNamespace(remote=lambda: asked.append(None) or len(asked)))
-    phase = SimpleNamespace(update=lambda done, total: shown.append((done, total)))
-    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs) if waiting else (refs, []))
-    monkeypatch.setattr(ray, "get", lambda ref: (ref, 8))
-    watch = trainer_group._Watch(actor, phase)
-    for _ in range(3):
-        watch()
-    assert (len(asked), shown) == (1, [])
-    waiting = False
-    watch()
-    assert (len(asked), shown) == (2, [(1, 8)])
-
-    def failed(ref):
-        raise ray.exceptions.RayError("died")
-
-    # Whoever made the call reports it.
-    monkeypatch.setattr(ray, "get", failed)
-    watch()
-    assert (len(asked), shown) == (2, [(1, 8)])

@@ -137,6 +137,9 @@ class TrainerConfig:
     """Deadline for all ranks to build the model and load its weights."""
     timeout_s: PositiveFloat = 1800.0
     """Deadline of one trainer call: a pass over a batch, a checkpoint, an export."""
+    hang_timeout_s: PositiveFloat = 600.0
+    """Seconds in which some rank must make progress, by a micro-batch or a bucket of weights; else the trainer hangs
+    and is started anew (`run.max_restarts`). Checkpoints and exports have `timeout_s` alone."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the trainer's processes, such as `NCCL_DEBUG: INFO`; those that slimrl sets are refused."""
     megatron: dict[str, Any] = field(default_factory=dict)

@@ -32,8 +32,9 @@ class ActorGroup[A]:
         return list(self._members)
 
     @property
-    def first(self) -> Any:
-        return next(iter(self._members.values())).actor
+    def handles(self) -> dict[str, Any]:
+        """Ray's handles, by name."""
+        return {name: member.actor for name, member in self._members.items()}
 
     def add(self, name: str, actor: Any, log: Path, node: Node) -> None:
         """Add an actor, or put it in the place of one that has ended."""

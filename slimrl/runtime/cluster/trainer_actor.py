@@ -7,9 +7,10 @@ not pay for it.
 
 import os
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util import get_node_ip_address
@@ -35,6 +36,10 @@ from slimrl.rollout.task.engine_format import engine_transform
 from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.node_processes import NodeProcess
 from slimrl.runtime.cluster.rank_batches import RankBatches
+from slimrl.runtime.cluster.rank_position import RankPosition, RankProgress, position
+
+if TYPE_CHECKING:
+    from slimrl.trainer.checkpointing.writing import CheckpointWriting
 
 
 class TrainerActor(RankBatches):
@@ -71,7 +76,10 @@ class TrainerActor(RankBatches):
         self.node = node
         self.recipe, self.rank, self.total_updates = recipe, rank, total_updates
         self.is_critic = critic
-        self.done, self.total = 0, 0
+        self._progress = RankProgress(0, 0, 0)
+        self._checkpoint: tuple[CheckpointWriting, Future[None]] | None = None
+        """The checkpoint under way, and the end of its writing on this rank"""
+        self._writers = ThreadPoolExecutor(1, "checkpoint")
         self.resync_session: ResyncSession | None = None
         self.controls: list[SglangControl] = []
         self.connected: list[tuple[EngineAddress, SglangControl]] = []
@@ -128,9 +136,26 @@ class TrainerActor(RankBatches):
     def load_checkpoint(self, directory: Path) -> None:
         self.worker.load_checkpoint(directory)
 
-    def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
-        """Checksums of the files that this rank wrote, by name in the folder."""
-        return self.worker.save_checkpoint(directory)
+    def begin_checkpoint(self, directory: Path) -> None:
+        """Copy what a checkpoint has of this rank into host memory, and write it beside what comes."""
+        writing = self.worker.begin_checkpoint(directory)
+        self._checkpoint = writing, self._writers.submit(writing.write)
+
+    @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
+    def has_written(self) -> bool:
+        """Whether the files of this rank are written."""
+        return self._checkpoint is not None and self._checkpoint[1].done()
+
+    def finish_checkpoint(self) -> dict[str, FileDigest]:
+        """Wait until the files of all ranks are written, and complete the checkpoint.
+
+        Returns:
+            Checksums of the files that this rank wrote, by name in the folder.
+        """
+        assert self._checkpoint is not None, "begin_checkpoint comes first"
+        (writing, written), self._checkpoint = self._checkpoint, None
+        written.result()
+        return writing.finish()
 
     def export_hf(self, directory: Path) -> None:
         self.worker.export_hf(directory)
@@ -219,12 +244,15 @@ class TrainerActor(RankBatches):
             self.meeting.cleanup()
 
     @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
-    def progress(self) -> tuple[int, int]:
-        """(done, total) micro-batches or buckets of the current call."""
-        return self.done, self.total
+    def progress(self) -> RankProgress:
+        return self._progress
+
+    @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
+    def position(self) -> RankPosition:
+        return position(self._progress)
 
     def _set_progress(self, done: int, total: int) -> None:
-        self.done, self.total = done, total
+        self._progress = RankProgress(done, total, self._progress.count + 1)
 
 
 RemoteTrainer = ray.remote(max_restarts=0, concurrency_groups={"progress": 1})(TrainerActor)  # type: ignore[call-overload]

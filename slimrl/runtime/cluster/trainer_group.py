@@ -20,7 +20,7 @@ from slimrl.config.env_vars import trainer_variables
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch
 from slimrl.data.training import Layout, MemoryPart
-from slimrl.observability.progress import Phase, Progress
+from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
 from slimrl.runtime.cluster.actors import ActorGroup
@@ -29,6 +29,7 @@ from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.node_processes import NodeProcess, end_processes
 from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.rank_batches import RankBatches
+from slimrl.runtime.cluster.rank_watch import RankWatch
 from slimrl.runtime.cluster.reservation import Reservation, Room, is_alive
 from slimrl.runtime.cluster.trainer_actor import RemoteTrainer, TrainerActor
 
@@ -36,6 +37,8 @@ TRAINER, CRITIC = "trainer", "critic"
 """Roles of ranks; also the folders of their parts of a run's checkpoint."""
 MEANWHILE_S = 1.0
 """Seconds between two calls of `meanwhile`."""
+ANSWER_S = 10.0
+"""How long ranks may take to say whether they have written a checkpoint's files."""
 ROOM_POLL_S = 1.0
 """Seconds between two looks for room on another node."""
 
@@ -50,6 +53,13 @@ _SHOWN = {
     TrainerActor.resync.__name__: ("resync", "buckets"),
 }
 """Methods whose progress is shown: the phase and its unit"""
+_FILES = {
+    TrainerActor.load_checkpoint.__name__,
+    TrainerActor.begin_checkpoint.__name__,
+    TrainerActor.finish_checkpoint.__name__,
+    TrainerActor.export_hf.__name__,
+}
+"""Methods that read or write the whole model, without counting"""
 
 
 class TrainerGroup:
@@ -236,9 +246,20 @@ class TrainerGroup:
         """Restore parts of the ranks' device memory; see Offload.restore."""
         self.call(TrainerActor.resume_memory, list(parts))
 
-    def save_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
-        """Checksums of all files that the ranks wrote, by name in the folder."""
-        written = self._finish(self._actors.begin(TrainerActor.save_checkpoint, directory.absolute()))
+    def begin_checkpoint(self, directory: Path) -> None:
+        """Begin a checkpoint of the present weights and optimizer's state; the ranks write it beside what comes."""
+        self.call(TrainerActor.begin_checkpoint, directory.absolute())
+
+    def has_written(self) -> bool:
+        """Whether the ranks have written their files of the checkpoint, so that `finish_checkpoint` does not wait."""
+        asked = [actor.has_written.remote() for actor in self._actors.handles.values()]
+        answered, late = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+        # A rank that has ended is found out by the next call of all.
+        return not late and all(map(_is_true, answered))
+
+    def finish_checkpoint(self) -> dict[str, FileDigest]:
+        """Wait until the checkpoint is complete; checksums of all files that the ranks wrote, by name in the folder."""
+        written = self._finish(self._actors.begin(TrainerActor.finish_checkpoint))
         return {name: digest for files in written.values() for name, digest in files.items()}
 
     def export_hf(self, directory: Path) -> None:
@@ -269,14 +290,14 @@ class TrainerGroup:
         phase, unit = _SHOWN.get(calls.method, ("", ""))
         display = self._progress.phase(phase, 0, unit) if phase else nullcontext()
         with SPANS(f"{self.role}: {calls.method}"), display as shown:
-            watch = None if shown is None else _Watch(self._actors.first, shown)
+            hang_s = None if calls.method in _FILES else self._recipe.trainer.hang_timeout_s
+            watch = RankWatch(self.role, calls.method, self._actors.handles, shown, hang_s)
 
             def wait() -> None:
                 if not alone and time.monotonic() - self._looked > MEANWHILE_S:
                     self._looked = time.monotonic()
                     self.meanwhile()
-                if watch is not None:
-                    watch()
+                watch()
 
             try:
                 return calls.wait(timeout_s=self._recipe.trainer.timeout_s, while_waiting=wait)
@@ -284,21 +305,8 @@ class TrainerGroup:
                 raise TrainerLost(str(error), error.details) from error
 
 
-class _Watch:
-    """Asks an actor for its progress, one question at a time."""
-
-    def __init__(self, actor: Any, phase: Phase) -> None:
-        self._actor, self._phase = actor, phase
-        self._asked: Any = None
-
-    def __call__(self) -> None:
-        if self._asked is not None:
-            answered, _ = ray.wait([self._asked], timeout=0)
-            if not answered:
-                return
-            # A failed rank is reported by the call itself.
-            try:
-                self._phase.update(*ray.get(self._asked))
-            except ray.exceptions.RayError:
-                return
-        self._asked = self._actor.progress.remote()
+def _is_true(answer: Any) -> bool:
+    try:
+        return bool(ray.get(answer))
+    except ray.exceptions.RayError:
+        return False

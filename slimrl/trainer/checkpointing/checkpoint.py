@@ -10,8 +10,6 @@ It is written under a temporary name next to the final one and renamed when comp
 
 import json
 import logging
-import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +23,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
-from slimrl.checkpoints.digests import FileDigest, file_digests
+from slimrl.checkpoints.digests import FileDigest
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.torch_dist.chunks import SHARDING
 from slimrl.checkpoints.torch_dist.metadata import content_metadata
@@ -36,12 +33,11 @@ from slimrl.models.adapters import is_adapter
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
 from slimrl.models.hf_config import plain_config, read_hf_config, write_hf_config
 from slimrl.trainer.build import unwrap
+from slimrl.trainer.checkpointing.writing import CheckpointWriting
 from slimrl.trainer.layout.parallel import Layout, seed_ranks
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.value_head import is_value_head
 
-_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
-"""Names of the files that each rank writes; rank 0 writes all others."""
 _EXTRA = "._extra_state"
 """Part of the names of modules' own states; for experts a number follows it."""
 
@@ -56,12 +52,7 @@ def save(
     architecture: dict[str, Any],
     model_path: Path | None = None,
 ) -> dict[str, FileDigest]:
-    """Write a checkpoint; every rank calls it, on a shared file system.
-
-    Args:
-        directory: must not exist yet.
-        architecture: from architecture_of.
-        model_path: Hugging Face folder whose config and tokenizer are copied into the checkpoint.
+    """Write a checkpoint; every rank calls it, on a shared file system. As `begin`, and waits until it is written.
 
     Returns:
         Checksums of the files that this rank wrote, by name in the folder. The files are read back while they are in
@@ -70,6 +61,29 @@ def save(
     Raises:
         ValueError: the folder exists.
         RuntimeError, OSError: a rank could not write, for example to a full disk.
+    """
+    writing = begin(directory, chunks, optimizer, layout, architecture, model_path)
+    writing.write()
+    return writing.finish()
+
+
+def begin(
+    directory: Path,
+    chunks: list[DistributedDataParallel],
+    optimizer: Optimizer,
+    layout: Layout,
+    architecture: dict[str, Any],
+    model_path: Path | None = None,
+) -> CheckpointWriting:
+    """Begin a checkpoint; every rank calls it, on a shared file system.
+
+    Args:
+        directory: must not exist yet.
+        architecture: from architecture_of.
+        model_path: Hugging Face folder whose config and tokenizer are copied into the checkpoint.
+
+    Raises:
+        ValueError: the folder exists.
     """
     if directory.exists():
         raise ValueError(f"{directory}: exists already")
@@ -86,19 +100,15 @@ def save(
     optimizer.create_state()
     metadata = _metadata()
     content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-    try:
-        dist_checkpointing.save(_sharded_state(chunks, optimizer, metadata), str(partial), content_metadata=content)
-    except CheckpointException as error:
-        # The exception's own text is a traceback of every rank.
-        raise RuntimeError("; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))) from error
-    dist.barrier()
-    # Before the rename: a network file system may not show this rank the final name at once.
-    digests = file_digests(partial, _written_by(partial, layout.rank))
-    dist.barrier()
-    if layout.rank == 0:
-        os.rename(partial, directory)
-    dist.barrier()
-    return digests
+    request = dist_checkpointing.save(
+        _sharded_state(chunks, optimizer, metadata),
+        str(partial),
+        async_sharded_save=True,
+        # The other strategy, of a package for NVIDIA's clusters, spawns processes.
+        async_strategy="mcore",
+        content_metadata=content,
+    )
+    return CheckpointWriting(partial, directory, layout.rank, request)
 
 
 def load(
@@ -173,17 +183,6 @@ def _without_scales(state: dict[str, Any]) -> dict[str, Any]:
 def _is_own(chunk: nn.Module, name: str) -> bool:
     """Whether a parameter is one that slimrl adds to a model."""
     return is_adapter(name) or is_value_head(unwrap(chunk), name)
-
-
-def _written_by(directory: Path, rank: int) -> list[str]:
-    """Names of the files of a checkpoint that a rank wrote."""
-    names = (str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-    return sorted(name for name in names if _writer(name) == rank)
-
-
-def _writer(name: str) -> int:
-    match = _OF_RANK.fullmatch(name)
-    return int(match[1] or match[2]) if match else 0
 
 
 def _metadata() -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""Checkpoints that are written beside the training.
+
+`begin` copies what is to be saved, and the run goes on. The checkpoint is complete, and has its name, at the next
+`look` after its files are written, or at `finish`, which waits for them. At any moment it is whole or not there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Protocol
+
+from slimrl.checkpoints.digests import FileDigest
+from slimrl.runtime.state import CheckpointFolder, RunState
+
+
+class CheckpointPart(Protocol):
+    """Writes a folder of a checkpoint."""
+
+    def begin_checkpoint(self, directory: Path) -> None:
+        """Begin to write a folder that does not exist yet; later changes are not in it."""
+
+    def has_written(self) -> bool:
+        """Whether `finish_checkpoint` has nothing to wait for."""
+
+    def finish_checkpoint(self) -> Mapping[str, FileDigest]:
+        """Wait until it is complete; checksums of its files by their names."""
+
+
+class WrittenAtOnce:
+    """A part that is small."""
+
+    def __init__(self, write: Callable[[Path], Mapping[str, FileDigest]]) -> None:
+        """
+        Args:
+            write: writes the folder and returns the checksums of its files by name.
+        """
+        self._write = write
+
+    def begin_checkpoint(self, directory: Path) -> None:
+        self._digests = self._write(directory)
+
+    def has_written(self) -> bool:
+        return True
+
+    def finish_checkpoint(self) -> Mapping[str, FileDigest]:
+        return self._digests
+
+
+class CheckpointWriter:
+    """Writes at most one checkpoint at a time. Methods raise StageError as `CheckpointFolder.naming_failures`."""
+
+    def __init__(self, folder: CheckpointFolder, keep: int, completed: Callable[[int], None]) -> None:
+        """
+        Args:
+            keep: number of newest checkpoints that are kept.
+            completed: called with the step of each checkpoint that is complete.
+        """
+        self._folder, self._keep, self._completed = folder, keep, completed
+        self._state: RunState | None = None
+        """State of the checkpoint that is being written"""
+        self._partial = Path()
+        self._parts: Mapping[str, CheckpointPart] = {}
+
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of this step is complete or being written."""
+        return self._folder.holds(step) or (self._state is not None and self._state.step == step)
+
+    def begin(self, state: RunState, parts: Mapping[str, CheckpointPart]) -> None:
+        """Begin a checkpoint, after the end of the one before.
+
+        Args:
+            parts: by the names of their folders.
+        """
+        self.finish()
+        with self._naming_failures(state.step):
+            self._partial = self._folder.begin(state.step)
+            self._state, self._parts = deepcopy(state), parts
+            for name, part in parts.items():
+                part.begin_checkpoint(self._partial / name)
+
+    def look(self) -> None:
+        """Complete the checkpoint if its files are written."""
+        if self._state is not None and all(part.has_written() for part in self._parts.values()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is complete, if there is one."""
+        if (state := self._state) is None:
+            return
+        with self._naming_failures(state.step):
+            files = {
+                f"{name}/{file}": digest
+                for name, part in self._parts.items()
+                for file, digest in part.finish_checkpoint().items()
+            }
+            self._folder.finish(self._partial, state, files)
+        self._state = None
+        self._folder.prune(self._keep)
+        self._completed(state.step)
+
+    def abandon(self) -> None:
+        """Forget the checkpoint that is being written; its processes have ended."""
+        self._state = None
+        self._folder.clean()
+
+    @contextmanager
+    def _naming_failures(self, step: int) -> Iterator[None]:
+        with self._folder.naming_failures(step):
+            try:
+                yield
+            except BaseException:
+                self._state = None
+                raise
