@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from slimrl.checkpoints.digests import FileDigest
+from slimrl.config.schema.run import CheckpointConfig
 from slimrl.runtime.checkpoint_writer import CheckpointWriter, WrittenAtOnce
 from slimrl.runtime.state import CheckpointFolder, RunState
 
@@ -15,6 +16,6 @@ def save(
     writers: Mapping[str, Callable[[Path], Mapping[str, FileDigest]]],
 ) -> None:
     """Save a checkpoint and wait for it."""
-    writer = CheckpointWriter(folder, keep, lambda step: None)
+    writer = CheckpointWriter(folder, CheckpointConfig(keep=keep), lambda step: None)
     writer.begin(state, {name: WrittenAtOnce(write) for name, write in writers.items()})
     writer.finish()

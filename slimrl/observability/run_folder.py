@@ -106,6 +106,10 @@ class RunFolder:
             shutil.rmtree(self.export)
         return self.export
 
+    def step_export(self, step: int) -> Path:
+        """The model of a step as a Hugging Face checkpoint, with `checkpoint.export_every_steps`."""
+        return self.path / "exports" / f"step_{step:06d}"
+
     @property
     def failed_file(self) -> Path:
         """Conversations of a rollout or an evaluation that ended the run since too many of them failed."""

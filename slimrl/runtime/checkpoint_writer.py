@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slimrl.checkpoints.digests import FileDigest
+from slimrl.config.schema.run import CheckpointConfig
 from slimrl.runtime.state import CheckpointFolder, RunState
 
 
@@ -50,13 +51,13 @@ class WrittenAtOnce:
 class CheckpointWriter:
     """Writes at most one checkpoint at a time. Methods raise StageError as `CheckpointFolder.naming_failures`."""
 
-    def __init__(self, folder: CheckpointFolder, keep: int, completed: Callable[[int], None]) -> None:
+    def __init__(self, folder: CheckpointFolder, settings: CheckpointConfig, completed: Callable[[int], None]) -> None:
         """
         Args:
-            keep: number of newest checkpoints that are kept.
+            settings: which checkpoints are kept.
             completed: called with the step of each checkpoint that is complete.
         """
-        self._folder, self._keep, self._completed = folder, keep, completed
+        self._folder, self._settings, self._completed = folder, settings, completed
         self._state: RunState | None = None
         """State of the checkpoint that is being written"""
         self._partial = Path()
@@ -96,7 +97,7 @@ class CheckpointWriter:
             }
             self._folder.finish(self._partial, state, files)
         self._state = None
-        self._folder.prune(self._keep)
+        self._folder.prune(self._settings.keep, self._settings.keep_every_steps)
         self._completed(state.step)
 
     def abandon(self) -> None:

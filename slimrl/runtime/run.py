@@ -46,7 +46,7 @@ class Run:
 
     def __post_init__(self) -> None:
         folder = CheckpointFolder(self.folder.checkpoints)
-        self._checkpoints = CheckpointWriter(folder, self.recipe.checkpoint.keep, self.folder.note_checkpoint)
+        self._checkpoints = CheckpointWriter(folder, self.recipe.checkpoint, self.folder.note_checkpoint)
 
     @property
     def should_continue(self) -> bool:
@@ -94,6 +94,15 @@ class Run:
     def save_checkpoint(self) -> None:
         """Begin a checkpoint, which is written beside the next steps."""
         self._checkpoints.begin(self.state, self._parts())
+
+    def export_is_due(self) -> bool:
+        """Whether the model of the last step is exported beside the one at the end."""
+        step, every = self.state.step, self.recipe.checkpoint.export_every_steps
+        return every > 0 and step > 0 and step % every == 0 and not self.folder.step_export(step).exists()
+
+    def export_step(self) -> None:
+        """Export the model of the last step."""
+        self.trainers.export_hf(self.folder.step_export(self.state.step))
 
     def complete_checkpoint(self) -> None:
         """Wait until the checkpoint that was begun is complete, for a run that fails otherwise; log what fails here."""

@@ -146,10 +146,11 @@ class CheckpointFolder:
             self._remove(before)
         return final
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints."""
+    def prune(self, keep: int, every_steps: int = 0) -> None:
+        """Remove all but the newest `keep` checkpoints, and those of steps that are multiples of `every_steps`."""
         for old in self.complete()[:-keep]:
-            self._remove(old)
+            if not every_steps or int(old.name.removeprefix("step_")) % every_steps:
+                self._remove(old)
 
     def clean(self) -> None:
         """Remove incomplete checkpoints. No process may be writing one."""

@@ -318,6 +318,11 @@ class TrainRun(Run):
         if self._past is not None:
             self._past.clean()
 
+    def export_step(self) -> None:
+        self._memory.enter(MemoryPhase.exchange)
+        super().export_step()
+        self._memory.enter(MemoryPhase.rollout)
+
     def end_trainers(self) -> None:
         self._service.end()
         self._background.give_up()

@@ -161,7 +161,7 @@ def test_a_preempted_run_whose_only_engine_restarts_saves_itself_and_leaves_noth
 
 @pytest.mark.full
 def test_a_killed_trainer_rank_is_named(start: Start):
-    run, folder = start(ranks=2)
+    run, folder = start("run.max_restarts=0", ranks=2)
     first_step(run, folder)
     victim = run.members("ray::TrainerActor")[-1]
     rank = rank_of(victim)

@@ -16,6 +16,8 @@ from slimrl.estimates.planner import save
 from slimrl.estimates.planner.parameters import built_stages
 from slimrl.estimates.planner.save import node_save_bytes, save_bytes
 from slimrl.trainer.checkpointing import checkpoint
+from slimrl.trainer.checkpointing.writing import storage_addresses
+from slimrl.trainer.offload import weight_tensors
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -70,7 +72,10 @@ def record_save(rank, num_ranks, port, settings, folder):
     run = Run(trainer, layout, None, model_config(**WIDE))
     run.optimizer.create_state()
     with Allocations() as allocations:
-        checkpoint.save(Path(folder) / "saved", run.chunks, run.optimizer, layout, {})
+        writing = checkpoint.begin(Path(folder) / "saved", run.chunks, run.optimizer, layout, {})
+        writing.stage(storage_addresses([*weight_tensors(run.chunks), *run.optimizer.tensors()]))
+        writing.write()
+        writing.finish()
     parts = run.optimizer._parts()
     return allocations.peak, tuple(part.data_parallel_group.rank() == 0 for part in parts)
 

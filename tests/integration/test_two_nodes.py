@@ -107,7 +107,8 @@ def exported(folder: RunFolder) -> dict[str, bytes]:
 def test_a_node_that_dies_in_the_middle_is_named_and_the_run_ends(workspace: Workspace, start_nodes: StartNodes):
     nodes = start_nodes(1, 1)
     folder = workspace.run_folder("lost")
-    run = CliRun(["train", GSPO, *overrides(workspace, "lost", "steps=1000"), "--ray-address", nodes.address])
+    more = overrides(workspace, "lost", "steps=1000", "run.max_restarts=0")
+    run = CliRun(["train", GSPO, *more, "--ray-address", nodes.address])
     try:
         run.wait_until(lambda: num_logged_steps(folder) >= 3, RUN_S)
         for index in (0, 1):
@@ -127,6 +128,32 @@ def test_a_node_that_dies_in_the_middle_is_named_and_the_run_ends(workspace: Wor
     # Each engine got, from the rank on its own node, what the trainer has.
     assert [line["resync/fingerprint_mismatches"] for line in read_metrics(folder.metrics)][:3] == [0, 0, 0]
     assert [line["policy/grad_norm"] > 0 for line in read_metrics(folder.metrics)[1:3]] == [True, True]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_ranks_of_a_lost_node_start_on_a_spare_one_and_the_run_goes_on(workspace: Workspace, start_nodes: StartNodes):
+    nodes = start_nodes(1, 1, 1, 1)
+    folder = workspace.run_folder("spare")
+    more = overrides(
+        workspace, "spare", "steps=5", "resync.transport=p2p", "rollout.num_engines=1", "checkpoint.every_steps=1"
+    )
+    run = CliRun(["train", GSPO, *more, "--ray-address", nodes.address])
+    try:
+        run.wait_until(lambda: num_logged_steps(folder) >= 3, RUN_S)
+        # Not the one with the head of the cluster.
+        lost = next(index for index in (1, 2, 3) if any(OURS[0] in line for line in nodes.command_lines(index)))
+        nodes.kill_raylet(lost)
+        assert run.wait(RUN_S) == 0, run.stderr
+    finally:
+        run.close()
+    assert re.search(r"warning: trainer [01]: its node \S+ was lost during .*; the trainer is started anew", run.stdout)
+    assert run.stdout.count("the trainer has started again after") == 1
+    lines = read_metrics(folder.metrics)
+    assert [line["step"] for line in lines] == list(range(6))
+    assert {line["resync/fingerprint_mismatches"] for line in lines} == {0}
+    assert [line["policy/grad_norm"] > 0 for line in lines[1:]] == [True] * 5
+    assert nodes.left(*OURS) == []
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import pytest
 
 from slimrl.base.errors import StageError, TrainerLost
 from slimrl.checkpoints.digests import file_digests
+from slimrl.config.schema.run import CheckpointConfig
 from slimrl.runtime.checkpoint_writer import CheckpointWriter
 from slimrl.runtime.checks.checkpoint_check import newest_checkpoint
 from slimrl.runtime.state import CheckpointFolder, RunState
@@ -38,9 +39,9 @@ def ranks() -> Ranks:
 
 
 class Begun:
-    def __init__(self, path: Path, ranks: Ranks, keep: int = 2) -> None:
+    def __init__(self, path: Path, ranks: Ranks, **settings: int) -> None:
         self.folder, self.completed, self.state = CheckpointFolder(path), [], RunState(step=4)
-        self.writer = CheckpointWriter(self.folder, keep, self.completed.append)
+        self.writer = CheckpointWriter(self.folder, CheckpointConfig(**settings), self.completed.append)
         self.writer.begin(self.state, {"trainer": ranks})
 
 
@@ -70,6 +71,15 @@ def test_the_next_one_waits_for_the_one_before_and_old_ones_go_when_it_is_whole(
     begun.writer.finish()
     assert [path.name for path in begun.folder.complete()] == ["step_000005"]
     assert begun.completed == [4, 5]
+
+
+def test_checkpoints_of_chosen_steps_are_kept_beside_the_newest(tmp_path: Path, ranks: Ranks):
+    begun = Begun(tmp_path, ranks, keep=1, keep_every_steps=4)
+    for step in (6, 8, 10, 11):
+        begun.state.step = step
+        begun.writer.begin(begun.state, {"trainer": ranks})
+    begun.writer.finish()
+    assert [path.name for path in begun.folder.complete()] == ["step_000004", "step_000008", "step_000011"]
 
 
 def test_what_could_not_be_written_leaves_nothing_and_ends_the_run(tmp_path: Path, ranks: Ranks):

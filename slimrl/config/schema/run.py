@@ -53,6 +53,11 @@ class CheckpointConfig:
     takes longer."""
     keep: PositiveInt = 2
     """Number of newest checkpoints kept."""
+    keep_every_steps: NonNegativeInt = 0
+    """Checkpoints of steps that are multiples of this are kept too; 0 for none."""
+    export_every_steps: NonNegativeInt = 0
+    """Steps between exports of the model as a Hugging Face checkpoint in `exports/` of the run's folder; 0 exports only
+    at the end."""
 
 
 @dataclass(kw_only=True)

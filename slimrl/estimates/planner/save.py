@@ -5,8 +5,8 @@ With the distributed optimizer:
 1. Gather (megatron_patches/checkpointing.py). The first rank of each data-parallel group gets main weights and both
    moments of whole buffers, in float32: 12 bytes an element. All ranks copy their shard of one of the three at a time
    into memory for the largest one, and the first receives it in pieces.
-2. Write (dist_checkpointing/strategies/filesystem_async.py of megatron-core). The first ranks write for their group.
-   Weights are copied to the host first.
+2. Stage (trainer/checkpointing/writing.py) and write. The first ranks write for their group. Weights are copied to the
+   host first, and what was gathered stays there, while training goes on.
 """
 
 from collections.abc import Iterator
