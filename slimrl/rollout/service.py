@@ -290,7 +290,7 @@ class RolloutService:
             except TimeoutError:
                 return None
         self._refuse()
-        self._num_ended, self._failed = 0, []
+        self._num_ended, self._failed, self._stage.counts.of_batch = 0, [], 0
         num_useful = len(self.admission.waiting)
         taken = [self._forget(number, "taken") for number in self.admission.take()]
         if steps is not None:

@@ -162,25 +162,25 @@ def _train(
             else:
                 assert processes.engines is not None
                 with rollout_stage(loaded, task, processes, progress) as stage:
-                    train_loop(
-                        TrainRun(
-                            recipe=recipe,
-                            folder=folder,
-                            task=task,
-                            trainers=processes.trainers,
-                            critics=processes.critics,
-                            engines=processes.engines,
-                            past_engines=processes.past,
-                            stage=stage,
-                            checkpoint=checkpoint,
-                            trackers=trackers,
-                            progress=progress,
-                            state=state,
-                            data=data,
-                            recorder=recorder,
-                            preemption=preemption,
-                        )
+                    training = TrainRun(
+                        recipe=recipe,
+                        folder=folder,
+                        task=task,
+                        trainers=processes.trainers,
+                        critics=processes.critics,
+                        engines=processes.engines,
+                        past_engines=processes.past,
+                        stage=stage,
+                        checkpoint=checkpoint,
+                        trackers=trackers,
+                        progress=progress,
+                        state=state,
+                        data=data,
+                        recorder=recorder,
+                        preemption=preemption,
                     )
+                    with trackers.showing(training.live_metrics()):
+                        train_loop(training)
         raise_preempted(folder, state.step, recipe.steps)
 
 

@@ -67,7 +67,7 @@ def test_the_spans_of_all_processes_arrive_as_the_profile_has_them(tmp_path: Pat
     assert parents["episode worker", "start", "episode worker", "episode"] == trajectories
     assert parents["episode worker", "generate", "episode worker", "episode"] >= trajectories
     for phase in ("rollout", "logprobs", "train", "resync"):
-        assert parents["driver", phase, "driver", STEP] == 2
+        assert parents["driver", phase, "driver", STEP] >= 2
     assert parents["trainer", "forward", "trainer", "accumulate"] >= 2 * 2
     assert parents["engine", "decode", "driver", STEP] > 2
 

@@ -1,0 +1,90 @@
+"""What a run does now, for Prometheus, beside the metrics of its steps (docs/observing.md#prometheus)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import TimeoutError as NotInTime
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from slimrl.agent.gateway.activity import BOUNDS_S, GatewayActivity
+from slimrl.rollout.service import RolloutService
+from slimrl.rollout.stage import RolloutStage
+
+ANSWER_S = 2.0
+"""Seconds that a scrape waits for the workers of the episodes."""
+
+
+class LiveMetrics:
+    """See observability.prometheus_tracker.Live."""
+
+    def __init__(
+        self, run: str, service: RolloutService, stage: RolloutStage, engine_urls: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """
+        Args:
+            engine_urls: addresses of the engines, by name.
+        """
+        self._run, self._service, self._stage, self.engine_urls = run, service, stage, engine_urls
+
+    def collect(self) -> Iterator[Metric]:
+        """All families of metrics; those of the gateway where agents ask it."""
+        counts, groups = self._stage.counts, self._service.admission.counts
+        yield self._gauge("slimrl_rollout_running_groups", "Groups that run", groups["running"])
+        yield self._gauge(
+            "slimrl_rollout_waiting_groups", "Groups that have ended and wait for the trainer", groups["waiting"]
+        )
+        yield self._gauge(
+            "slimrl_rollout_batch_trajectories",
+            "Trajectories to train on that have ended since the trainer took groups",
+            counts.of_batch,
+        )
+        running = GaugeMetricFamily(
+            "slimrl_rollout_running_trajectories", "Trajectories that run", labels=["run", "kind"]
+        )
+        tokens = CounterMetricFamily(
+            "slimrl_rollout_tokens", "Sampled tokens of ended trajectories", labels=["run", "kind"]
+        )
+        for kind in ("train", "eval"):
+            running.add_metric([self._run, kind], counts.running[kind])
+            tokens.add_metric([self._run, kind], counts.tokens[kind])
+        ended = CounterMetricFamily(
+            "slimrl_rollout_trajectories", "Trajectories that have ended", labels=["run", "kind", "status"]
+        )
+        for (kind, status), number in list(counts.ended.items()):
+            ended.add_metric([self._run, kind, status], number)
+        yield from (running, tokens, ended)
+        yield from self._of_gateways()
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["run"])
+        family.add_metric([self._run], value)
+        return family
+
+    def _of_gateways(self) -> Iterator[Metric]:
+        """Families of the gateway of each process that runs episodes."""
+        asked = self._stage.submit(self._stage.gateway_activity())
+        try:
+            activity: Mapping[str, GatewayActivity] = asked.result(ANSWER_S)
+        except NotInTime:
+            asked.cancel()
+            return
+        of_gateways = {process: one for process, one in activity.items() if one.sessions}
+        if not of_gateways:
+            return
+        labels = ["run", "process"]
+        opened = GaugeMetricFamily(
+            "slimrl_gateway_open_sessions", "Sessions under way, one for each trajectory", labels=labels
+        )
+        requests = CounterMetricFamily(
+            "slimrl_gateway_requests", "Requests of the policy by what became of them", labels=[*labels, "outcome"]
+        )
+        seconds = HistogramMetricFamily("slimrl_gateway_request_seconds", "Time of an answered request", labels=labels)
+        for process, one in of_gateways.items():
+            opened.add_metric([self._run, process], one.open_sessions)
+            for outcome, number in list(one.requests.items()):
+                requests.add_metric([self._run, process, outcome], number)
+            bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
+            seconds.add_metric(
+                [self._run, process], list(zip(bounds, accumulate(one.buckets), strict=True)), one.seconds
+            )
+        yield from (opened, requests, seconds)
