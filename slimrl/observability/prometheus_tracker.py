@@ -46,8 +46,6 @@ class PrometheusTracker:
         """
         self._run, self._numbers = run, dict[str, float]()
         self._live: Live | None = None
-        self._lock = threading.Lock()
-        """Held while `_live` is asked, so that it is not once it has ended"""
         tracker = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -77,8 +75,7 @@ class PrometheusTracker:
         try:
             yield
         finally:
-            with self._lock:
-                self._live = None
+            self._live = None
 
     def answer(self, path: str, host: str) -> tuple[int, str, bytes]:
         """Status, type and body of the answer to a request.
@@ -88,8 +85,8 @@ class PrometheusTracker:
         """
         if path == "/metrics":
             return 200, CONTENT_TYPE, generate_latest(self)
-        with self._lock:
-            urls = {} if self._live is None else self._live.engine_urls()
+        live = self._live  # once: the run may end meanwhile
+        urls = {} if live is None else live.engine_urls()
         if path == "/engines":
             found = [
                 {
@@ -113,9 +110,8 @@ class PrometheusTracker:
         for name, number in self._numbers.items():
             family.add_metric([self._run, name], number)
         yield family
-        with self._lock:
-            if self._live is not None:
-                yield from self._live.collect()
+        if (live := self._live) is not None:
+            yield from live.collect()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         # Replaced as a whole: another thread reads it.

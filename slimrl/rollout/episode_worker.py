@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from slimrl.agent.episode_end import failed_trajectory
-from slimrl.agent.gateway.activity import ACTIVITY, GatewayActivity
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.base.errors import StageError
 from slimrl.base.spans import PROFILE_FOLDER, SPANS
@@ -176,9 +175,6 @@ class EpisodeWorker:
         if not self._ended:
             self._has_ended.clear()
         return pickle.dumps(taken, pickle.HIGHEST_PROTOCOL)
-
-    async def gateway_activity(self) -> GatewayActivity:
-        return ACTIVITY
 
     async def turns(self) -> dict[str, list[LoggedTurn]]:
         """The logs of the trajectories' turns as they are now."""

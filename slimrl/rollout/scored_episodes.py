@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from slimrl.agent.gateway.activity import GatewayActivity
 from slimrl.algorithms.selection import check_credit
 from slimrl.algorithms.turn_states import observed_states
 from slimrl.base.seeds import derive_seed
@@ -50,8 +49,6 @@ class Workers(Runner, Protocol):
     def forget(self, trajectory_id: str) -> None: ...
 
     async def turns(self) -> Mapping[str, Sequence[LoggedTurn]]: ...
-
-    async def gateway_activity(self) -> Mapping[str, GatewayActivity]: ...
 
     def take_lags(self) -> Sequence[float]: ...
 

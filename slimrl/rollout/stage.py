@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from slimrl.agent.gateway.activity import ACTIVITY, GatewayActivity
 from slimrl.agent.gateway.server import NotListening
 from slimrl.agent.tools import ToolsUnavailable
 from slimrl.base.errors import RunError
@@ -342,11 +341,6 @@ class RolloutStage:
         if self._workers is not None:
             return await self._workers.turns()
         return {} if self._turn_logs is None else self._turn_logs.snapshot()
-
-    async def gateway_activity(self) -> Mapping[str, GatewayActivity]:
-        """Activity of the gateway of each process that runs episodes, by the process's name; those that do not answer
-        are left out."""
-        return {"driver": ACTIVITY} if self._workers is None else await self._workers.gateway_activity()
 
     async def _run_episodes(
         self,

@@ -1,30 +1,32 @@
 """What a run does now, for Prometheus, beside the metrics of its steps (docs/observing.md#prometheus)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import TimeoutError as NotInTime
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from slimrl.agent.gateway.activity import BOUNDS_S, GatewayActivity
+from slimrl.agent.gateway.activity import ACTIVITY, BOUNDS_S, GatewayActivity
 from slimrl.rollout.service import RolloutService
 from slimrl.rollout.stage import RolloutStage
-
-ANSWER_S = 2.0
-"""Seconds that a scrape waits for the workers of the episodes."""
 
 
 class LiveMetrics:
     """See observability.prometheus_tracker.Live."""
 
     def __init__(
-        self, run: str, service: RolloutService, stage: RolloutStage, engine_urls: Callable[[], Mapping[str, str]]
+        self,
+        run: str,
+        service: RolloutService,
+        stage: RolloutStage,
+        engine_urls: Callable[[], Mapping[str, str]],
+        gateway: GatewayActivity = ACTIVITY,
     ) -> None:
         """
         Args:
             engine_urls: addresses of the engines, by name.
         """
-        self._run, self._service, self._stage, self.engine_urls = run, service, stage, engine_urls
+        self._run, self._service, self._stage, self._gateway = run, service, stage, gateway
+        self.engine_urls = engine_urls
 
     def collect(self) -> Iterator[Metric]:
         """All families of metrics; those of the gateway where agents ask it."""
@@ -53,38 +55,25 @@ class LiveMetrics:
         for (kind, status), number in list(counts.ended.items()):
             ended.add_metric([self._run, kind, status], number)
         yield from (running, tokens, ended)
-        yield from self._of_gateways()
+        if self._gateway.sessions:
+            yield from self._of_gateway()
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["run"])
         family.add_metric([self._run], value)
         return family
 
-    def _of_gateways(self) -> Iterator[Metric]:
-        """Families of the gateway of each process that runs episodes."""
-        asked = self._stage.submit(self._stage.gateway_activity())
-        try:
-            activity: Mapping[str, GatewayActivity] = asked.result(ANSWER_S)
-        except NotInTime:
-            asked.cancel()
-            return
-        of_gateways = {process: one for process, one in activity.items() if one.sessions}
-        if not of_gateways:
-            return
-        labels = ["run", "process"]
-        opened = GaugeMetricFamily(
-            "slimrl_gateway_open_sessions", "Sessions under way, one for each trajectory", labels=labels
-        )
+    def _of_gateway(self) -> Iterator[Metric]:
+        labels = ["run"]
+        opened = GaugeMetricFamily("slimrl_gateway_open_sessions", "Trajectories whose agents may ask", labels=labels)
+        opened.add_metric([self._run], self._gateway.open_sessions)
         requests = CounterMetricFamily(
             "slimrl_gateway_requests", "Requests of the policy by what became of them", labels=[*labels, "outcome"]
         )
+        for outcome, number in self._gateway.requests.items():
+            requests.add_metric([self._run, outcome], number)
         seconds = HistogramMetricFamily("slimrl_gateway_request_seconds", "Time of an answered request", labels=labels)
-        for process, one in of_gateways.items():
-            opened.add_metric([self._run, process], one.open_sessions)
-            for outcome, number in list(one.requests.items()):
-                requests.add_metric([self._run, process, outcome], number)
-            bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
-            seconds.add_metric(
-                [self._run, process], list(zip(bounds, accumulate(one.buckets), strict=True)), one.seconds
-            )
+        bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._gateway.buckets), strict=True))
+        seconds.add_metric([self._run], buckets, self._gateway.seconds)
         yield from (opened, requests, seconds)

@@ -27,7 +27,6 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimrl.agent.episode_end import failed_trajectory
-from slimrl.agent.gateway.activity import GatewayActivity
 from slimrl.base.errors import StageError
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.rollout import SamplingConfig
@@ -44,8 +43,6 @@ GRACE_S = 30.0
 an environment."""
 TURNS_S = 10.0
 """Deadline for a worker to send the logs of its episodes' turns"""
-ACTIVITY_S = 1.0
-"""Deadline for a worker to say what its gateway does"""
 LOST = (RayActorError, OutOfMemoryError)
 """What a call raises whose process has ended"""
 
@@ -126,11 +123,6 @@ class EpisodeWorkers:
             found |= of_worker
         # What was forgotten meanwhile may be there still.
         return {name: turns for name, turns in found.items() if name in self._saved}
-
-    async def gateway_activity(self) -> dict[str, GatewayActivity]:
-        """See RolloutStage.gateway_activity."""
-        found = await asyncio.gather(*(worker.gateway_activity() for worker in self._workers))
-        return {name: activity for name, activity in found if activity is not None}
 
     def take_lags(self) -> tuple[float, ...]:
         """Lags of the workers' event loops in seconds since the last call."""
@@ -272,16 +264,6 @@ class _Worker:
         except (TimeoutError, RayError) as error:
             log.warning("%s: a run that continues from here samples its episodes again: %r", self._name, error)
             return {}
-
-    async def gateway_activity(self) -> tuple[str, GatewayActivity | None]:
-        """Its name and what its gateway does; None if it has ended or does not answer."""
-        if self._process is None:
-            return self._name, None
-        try:
-            async with asyncio.timeout(ACTIVITY_S):
-                return self._name, await self._process.actor.gateway_activity.remote()
-        except (TimeoutError, RayError):
-            return self._name, None
 
     async def close(self) -> None:
         """End the process once it has closed its environments, or at the deadline for that."""
