@@ -163,7 +163,7 @@ def test_a_receiver_that_is_away_or_hangs_costs_the_deadline_at_the_end(tmp_path
         assert time.monotonic() - began - end_s < 3, "no step waits"
     assert end_s < 2.0 + 1.0
     assert said == [
-        f"OpenTelemetry: 0 spans and those of 3 steps were not sent to {url} ({tmp_path / 'logs' / 'report.jsonl'})"
+        f"OpenTelemetry: the spans of 3 steps were not sent to {url} ({tmp_path / 'logs' / 'report.jsonl'})"
     ]
     assert not (tmp_path / "profile").exists()
 
@@ -193,7 +193,7 @@ def test_a_sender_that_was_killed_costs_the_run_nothing(tmp_path: Path):
     sender.close()
     assert time.monotonic() - began < 5
     assert said == [
-        f"OpenTelemetry: 0 spans and those of 1 steps were not sent to http://127.0.0.1:9 ({tmp_path / 'report.jsonl'})"
+        f"OpenTelemetry: the spans of 1 steps were not sent to http://127.0.0.1:9 ({tmp_path / 'report.jsonl'})"
     ]
 
 

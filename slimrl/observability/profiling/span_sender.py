@@ -38,14 +38,15 @@ class SpanSender:
         report.touch()
         self._read_bytes = report.stat().st_size
         main = [sys.executable, "-m", "slimrl.observability.profiling.otlp"]
-        # In a session of its own, which Ctrl-C in a terminal does not reach.
-        self._process = subprocess.Popen(
-            [*main, str(os.getpid()), url, run, str(report)],
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with report.with_suffix(".log").open("wb") as log:
+            # In a session of its own, which Ctrl-C in a terminal does not reach.
+            self._process = subprocess.Popen(
+                [*main, str(os.getpid()), url, run, str(report)],
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
         assert self._process.stdin is not None
         self._steps = self._process.stdin
         os.set_blocking(self._steps.fileno(), False)
@@ -68,10 +69,11 @@ class SpanSender:
             self._process.kill()
             self._process.wait()
         self._look()
-        if self._num_dropped or self._num_told < self._num_given:
-            untold = self._num_given - self._num_told
-            steps = f" and those of {untold} steps" if untold else ""
-            self._say(f"OpenTelemetry: {self._num_dropped} spans{steps} were not sent to {self._url} ({self._report})")
+        lost = [f"{self._num_dropped} spans"] if self._num_dropped else []
+        if untold := self._num_given - self._num_told:
+            lost.append(f"the spans of {untold} steps")
+        if lost:
+            self._say(f"OpenTelemetry: {' and '.join(lost)} were not sent to {self._url} ({self._report})")
 
     def _look(self) -> None:
         """Read what is new in the report, and say the first time that spans were dropped."""
