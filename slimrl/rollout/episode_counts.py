@@ -15,8 +15,6 @@ class EpisodeCounts:
         """Number of episodes by kind and status"""
         self.tokens: Counter[str] = Counter(train=0, eval=0)
         """Number of tokens that the policy sampled in them"""
-        self.of_batch = 0
-        """Number of those to train on that have ended since the trainer last took its groups"""
 
     def begin(self, trajectory_id: str) -> None:
         self.running[_kind(trajectory_id)] += 1
@@ -29,7 +27,6 @@ class EpisodeCounts:
         kind = _kind(trajectory.trajectory_id)
         self.ended[kind, trajectory.status.value] += 1
         self.tokens[kind] += sum(int(segment.loss_mask.sum()) for segment in trajectory.segments)
-        self.of_batch += kind == "train"
 
 
 def _kind(trajectory_id: str) -> str:

@@ -37,8 +37,8 @@ class LiveMetrics:
         )
         yield self._gauge(
             "slimrl_rollout_batch_trajectories",
-            "Trajectories to train on that have ended since the trainer took groups",
-            counts.of_batch,
+            "Trajectories of groups that have ended since the trainer took groups",
+            self._service.num_ended,
         )
         running = GaugeMetricFamily(
             "slimrl_rollout_running_trajectories", "Trajectories that run", labels=["run", "kind"]

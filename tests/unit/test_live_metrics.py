@@ -29,7 +29,7 @@ FAMILIES = {
 
 def shown(counts: EpisodeCounts, gateway: GatewayActivity) -> dict[tuple[str, ...], float]:
     """Each sample by its name and the values of its labels, without `run`."""
-    service = SimpleNamespace(admission=SimpleNamespace(counts={"running": 5, "waiting": 2}))
+    service = SimpleNamespace(admission=SimpleNamespace(counts={"running": 5, "waiting": 2}), num_ended=7)
     live = LiveMetrics("demo", service, SimpleNamespace(counts=counts), dict, gateway)  # type: ignore[arg-type]
     found = {}
     for family in text_string_to_metric_families(generate_latest(live).decode()):
@@ -54,7 +54,7 @@ def test_the_rollout_is_shown_by_kind_and_status():
     assert shown(counts, GatewayActivity()) == {
         ("slimrl_rollout_running_groups",): 5,
         ("slimrl_rollout_waiting_groups",): 2,
-        ("slimrl_rollout_batch_trajectories",): 1,
+        ("slimrl_rollout_batch_trajectories",): 7,
         ("slimrl_rollout_running_trajectories", "train"): 1,
         ("slimrl_rollout_running_trajectories", "eval"): 0,
         ("slimrl_rollout_tokens_total", "train"): num_tokens,
