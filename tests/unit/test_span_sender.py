@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -24,17 +25,31 @@ from otlp_receiver import otlp_receiver
 from slimrl.observability.profiling.otlp import BATCH_SPANS, otel_spans
 
 
-def record(folder: Path, url: str, said: list[str], steps: int = 2, *, profiled: Profiled | None = None) -> float:
-    """Record steps and send them; returns the seconds that the end took."""
-    recorder = Recorder(
-        folder / "profile", profiled, SpanSender(url, "demo", folder / "logs" / "report.jsonl", said.append)
-    )
+def record(
+    folder: Path,
+    url: str,
+    said: list[str],
+    steps: int = 2,
+    *,
+    profiled: Profiled | None = None,
+    held: bool = False,
+) -> float:
+    """Record steps and send them; returns the seconds that the end took.
+
+    Args:
+        held: the sender's process is stopped until all steps have ended.
+    """
+    sender = SpanSender(url, "demo", folder / "logs" / "report.jsonl", said.append)
+    if held:
+        sender._process.send_signal(signal.SIGSTOP)
+    recorder = Recorder(folder / "profile", profiled, sender)
     try:
         for number in range(1, steps + 1):
             with recorder.step(number, None), SPANS("rollout"):  # type: ignore[arg-type]
                 for episode in range(BATCH_SPANS):
                     with SPANS.lane("episode"), SPANS("episode", id=f"g/{episode}"), SPANS("generate"):
                         pass
+        sender._process.send_signal(signal.SIGCONT)
         began = time.monotonic()
         recorder.finish()
         return time.monotonic() - began
@@ -172,11 +187,12 @@ def test_steps_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path: Path
     said: list[str] = []
     steps = span_sender.MOST_WAITING + 4
     with otlp_receiver() as receiver:
-        record(tmp_path, receiver.url, said, steps)
+        record(tmp_path, receiver.url, said, steps, held=True)
     lines = report(tmp_path)
     assert [line["step"] for line in lines] == [f"step_{number:06d}" for number in range(1, steps + 1)]
     each = 2 + 2 * BATCH_SPANS
     assert {line["sent"] + line["dropped"] for line in lines} == {each}
+    assert lines[1]["dropped"] == each
     assert len(receiver.spans) == sum(line["sent"] for line in lines)
     assert sum(line["sent"] for line in lines[-span_sender.MOST_WAITING :]) == span_sender.MOST_WAITING * each
     for line in lines:
