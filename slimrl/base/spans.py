@@ -1,8 +1,8 @@
-"""What this process does, and when, while steps are recorded (`slimrl train --profile`).
+"""What this process does, and when, while steps are recorded (`slimrl train --profile`, `tracking.opentelemetry`).
 
-1. A run that is asked for a profile has a folder for it with the file PROFILED, in which each process writes a file of
-   its own, a line for each span. Without that file a span costs a comparison.
-2. The driver puts the file RECORDING there while it is in a step to record. Every process looks for it, engines too,
+1. A run whose steps are recorded has a folder with the file PROFILED. Without that file a span costs a comparison.
+2. The driver puts the file RECORDING there while it is in a step to record. It names the step's folder below that one,
+   in which each process writes a file of its own, a line for each span. Every process looks for RECORDING, engines too,
    which the driver does not call.
 3. Times are the system clock's, so that the files of all processes fit together (trace.py).
 """
@@ -23,8 +23,8 @@ PROFILE_FOLDER = "profile"
 PROFILED = "profiled"
 """Name of the file that tells the profile of this attempt of a run from that of an earlier one."""
 RECORDING = "recording"
-"""Name of the file that exists while steps are recorded."""
-LOOK_S = 0.02
+"""Name of the file that exists while a step is recorded, and has the name of the step's folder."""
+LOOK_S = 0.005
 """Seconds between two looks for the file RECORDING."""
 VARIABLE = "SLIMRL_PROFILE"
 """`FOLDER:PROCESS`, in the environment of processes that the run starts by themselves"""
@@ -40,10 +40,11 @@ class Spans:
         self.process = ""
         """Name of the process's role in the run"""
         self._file: TextIO | None = None
-        self._pid = 0
-        """Pid of the process that opened the file: a forked process writes one of its own"""
+        self._opened_as: tuple[Path, int] | None = None
+        """Step's folder and pid of the process that opened the file: a forked process writes one of its own"""
         self._looked = float("-inf")
-        self._recording = False
+        self._recording: str | None = None
+        """Name of the step's folder; None beside recorded steps"""
         self._lanes: dict[str, list[int]] = {}
         """Free numbers of each kind of lane, below the number of lanes that there are"""
         self._num_lanes: dict[str, int] = {}
@@ -71,14 +72,19 @@ class Spans:
         """Whether the run has a profile."""
         return self._folder is not None
 
-    @property
-    def are_recorded(self) -> bool:
+    def _step(self) -> Path | None:
+        """Folder of the step that is recorded now; None beside recorded steps."""
         if self._folder is None:
-            return False
+            return None
         now = time.monotonic()
         if now - self._looked > LOOK_S:
-            self._looked, self._recording = now, (self._folder / RECORDING).exists()
-        return self._recording
+            self._looked = now
+            try:
+                self._recording = (self._folder / RECORDING).read_text()
+            except FileNotFoundError:
+                self._recording = None
+        name = self._recording  # once: another thread may look meanwhile
+        return None if name is None else self._folder / name
 
     @contextmanager
     def __call__(self, name: str, **details: Any) -> Iterator[None]:
@@ -94,7 +100,7 @@ class Spans:
 
     def add(self, name: str, begin_ns: int, **details: Any) -> None:
         """Record what began at a time of `time.time_ns` and ends now."""
-        if not self.are_recorded:
+        if (step := self._step()) is None:
             return
         span = {
             "name": name,
@@ -103,7 +109,8 @@ class Spans:
             "end": time.time_ns(),
             **({"details": details} if details else {}),
         }
-        self._opened().write(json.dumps(span) + "\n")
+        if (file := self._opened(step)) is not None:
+            file.write(json.dumps(span) + "\n")
 
     @contextmanager
     def lane(self, kind: str) -> Iterator[None]:
@@ -126,13 +133,17 @@ class Spans:
             _TRACK.reset(before)
             heapq.heappush(free, number)
 
-    def _opened(self) -> TextIO:
-        if self._file is None or self._pid != os.getpid():
-            assert self._folder is not None
-            self._pid = os.getpid()
-            # Whole lines, since most processes of a run are killed at its end.
-            self._file = (self._folder / f"{self.process.replace(' ', '_')}-{self._pid}.jsonl").open("a", buffering=1)
-            self._file.write(json.dumps({"process": self.process, "pid": self._pid}) + "\n")
+    def _opened(self, step: Path) -> TextIO | None:
+        """The file of this process and step; None if the step has just ended and its folder is gone."""
+        pid = os.getpid()
+        if self._file is None or self._opened_as != (step, pid):
+            try:
+                # Whole lines, since most processes of a run are killed at its end.
+                self._file = (step / f"{self.process.replace(' ', '_')}-{pid}.jsonl").open("a", buffering=1)
+            except FileNotFoundError:
+                return None
+            self._opened_as = step, pid
+            self._file.write(json.dumps({"process": self.process, "pid": pid}) + "\n")
         return self._file
 
 

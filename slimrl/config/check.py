@@ -41,7 +41,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.search_rules import search_violations
 from slimrl.config.speculative_rules import draft_violations
 from slimrl.config.teacher import teacher_model_violations, teacher_violations
-from slimrl.config.tracking_rules import tracking_warnings
+from slimrl.config.tracking_rules import tracking_violations, tracking_warnings
 from slimrl.config.trainer_rules import (
     batch_violations,
     batch_warnings,
@@ -86,7 +86,7 @@ def check_recipe(
     experts = 0 if hf_config is None else num_experts(hf_config) or 1
     violations += chat_violations(recipe.agent)
     violations += [*eval_violations(recipe, command), *data_violations(recipe, command)]
-    violations += reward_violations(recipe, command)
+    violations += [*reward_violations(recipe, command), *tracking_violations(recipe, command)]
     teaches = is_needed("teacher", command)
     violations += environment_violations(
         recipe, trainer=trains(command), engines=command not in ("sft", "export"), teacher=teaches

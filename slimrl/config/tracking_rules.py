@@ -1,5 +1,6 @@
-"""Rules of the section `tracking`: which trackers there are, and who may send to wandb's server."""
+"""Rules of the section `tracking`: which trackers there are, where spans go, and who may send to wandb's server."""
 
+import importlib.metadata
 import importlib.util
 import netrc
 import os
@@ -14,6 +15,26 @@ from slimrl.config.schema.run import WandbMode
 TRACKED = ("train", "train --trajectories", "sft")
 """Commands that write metrics"""
 KEY_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+EXPORTER = "opentelemetry-exporter-otlp-proto-http"
+
+
+def tracking_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """An address for spans that is none, or that would show a password in the run's records."""
+    if not (given := recipe.tracking.opentelemetry) or command not in TRACKED:
+        return
+    url = urlsplit(given)
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+        yield (
+            "tracking.opentelemetry",
+            f"{given}: not the URL of an OTLP endpoint for HTTP, to which /v1/traces is added. Give one such as "
+            "http://localhost:4318.",
+        )
+    elif "@" in url.netloc:
+        yield (
+            "tracking.opentelemetry",
+            "a user or password in the URL would be in the run's records. Put what the endpoint asks for into the "
+            "variable OTEL_EXPORTER_OTLP_HEADERS.",
+        )
 
 
 def tracking_warnings(recipe: Recipe, command: str, *, home: bool = True) -> Iterator[Violation]:
@@ -39,6 +60,19 @@ def missing_trackers(recipe: Recipe, command: str) -> Iterator[Violation]:
                 f"{name.value} needs the package of that name. Install it with: "
                 f"pip install -c requirements/lock.txt {name.value}",
             )
+    if recipe.tracking.opentelemetry and command in TRACKED and not _is_installed(EXPORTER):
+        yield (
+            "tracking.opentelemetry",
+            f"needs the package {EXPORTER}. Install it with: pip install -c requirements/lock.txt {EXPORTER}",
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def missing_key_text(*, home: bool = True) -> str:

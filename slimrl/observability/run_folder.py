@@ -50,6 +50,8 @@ class RunFolder:
         self.curve = self.path / "curve.png"
         self.logs = self.path / "logs"
         """Log files, one per process."""
+        self.span_report = self.logs / "opentelemetry.jsonl"
+        """What became of each step's spans, with `tracking.opentelemetry`."""
         self.trajectories = self.path / "trajectories"
         """Readable samples, one file per step and one per evaluation set, and those recorded with their tokens."""
         self.expert_load = self.path / "expert_load"

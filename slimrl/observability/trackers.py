@@ -3,13 +3,14 @@ Prometheus."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from slimrl.config.schema.run import TrackerName, TrackingConfig, WandbMode
 from slimrl.observability.metrics import MetricsWriter, plain_number
 from slimrl.observability.mlflow_tracker import MlflowTracker
-from slimrl.observability.prometheus_tracker import PrometheusTracker
+from slimrl.observability.prometheus_tracker import Live, PrometheusTracker
 from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.tensorboard_tracker import TensorboardTracker
 from slimrl.observability.wandb_tracker import WandbTracker
@@ -58,8 +59,14 @@ class Trackers:
             self._trackers.append(TensorboardTracker(run.tensorboard, config, keep_through_step))
         if TrackerName.mlflow in tracking.more:
             self._trackers.append(MlflowTracker(run.mlflow, run.path.name, config))
+        self._prometheus = None
         if tracking.prometheus:
-            self._trackers.append(PrometheusTracker(tracking.prometheus, run.path.name))
+            self._prometheus = PrometheusTracker(tracking.prometheus, run.path.name)
+            self._trackers.append(self._prometheus)
+
+    def showing(self, live: Live) -> AbstractContextManager[None]:
+        """Show within the block what the run does, to trackers that ask."""
+        return nullcontext() if self._prometheus is None else self._prometheus.showing(live)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step, which may be before the last one."""

@@ -90,7 +90,7 @@ class RolloutService:
         self._fault: BaseException | None = None
         self._versions: dict[int, int] = {}
         """Number of updates that made each version of the engines' weights, by version"""
-        self._num_ended = 0
+        self.num_ended = 0
         """Number of trajectories in groups that ended since the last batch, in whatever way"""
         self._failed: list[Trajectory] = []
         """Trajectories that failed or were aborted, in the groups that ended since the last batch"""
@@ -187,7 +187,7 @@ class RolloutService:
         """Note that all trajectories of a group are scored."""
         trajectories = group.trajectories
         shape_rewards(trajectories, self._recipe.algorithm)
-        self._num_ended += len(trajectories)
+        self.num_ended += len(trajectories)
         if self._steps is None:
             # Zero-variance groups too, which may be in no batch.
             self._source.count(trajectories)
@@ -291,7 +291,7 @@ class RolloutService:
             except TimeoutError:
                 return None
         self._refuse()
-        self._num_ended, self._failed = 0, []
+        self.num_ended, self._failed = 0, []
         num_useful = len(self.admission.waiting)
         taken = [self._forget(number, "taken") for number in self.admission.take()]
         if steps is not None:
@@ -356,7 +356,7 @@ class RolloutService:
         if self._fault is not None:
             raise self._fault
         rollout = self._recipe.rollout
-        num_counted = max(self._num_ended, rollout.prompts_per_step * rollout.samples_per_prompt)
+        num_counted = max(self.num_ended, rollout.prompts_per_step * rollout.samples_per_prompt)
         refuse_failures(rollout, "rollout", self._failed, num_counted)
 
     def _ages(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -33,6 +33,7 @@ from slimrl.evaluation.item import Item, item_keys, item_of
 from slimrl.evaluation.items import Items
 from slimrl.observability.progress import Progress
 from slimrl.rewards.services import NotStarted, RewardServices
+from slimrl.rollout.episode_counts import EpisodeCounts
 from slimrl.rollout.errors import refuse_failures
 from slimrl.rollout.garbage import rare_collections
 from slimrl.rollout.groups import Group
@@ -92,6 +93,7 @@ class RolloutStage:
         self._teacher, self._scorer = teacher, scorer
         self._scoring = ScoringTimes()
         self._lag = LoopLag()
+        self.counts = EpisodeCounts()
         self._num_runs = 0
         """Number of `_run_episodes` under way"""
         self.pressure = CachePressure(recipe.rollout, engine_urls, engine_key)
@@ -361,7 +363,12 @@ class RolloutStage:
             async with slots:
                 trajectory_id = order.begin(time.monotonic())
                 started = time.time()
-                trajectory = await self.episodes.run(trajectory_id, planned[trajectory_id], sampling)
+                self.counts.begin(trajectory_id)
+                try:
+                    trajectory = await self.episodes.run(trajectory_id, planned[trajectory_id], sampling)
+                finally:
+                    self.counts.end(trajectory_id)
+                self.counts.add(trajectory)
                 order.end(trajectory_id, time.monotonic())
             trajectory.measured |= {STARTED_AT: started, ENDED_AT: time.time()}
             await keep(trajectory)

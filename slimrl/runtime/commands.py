@@ -13,6 +13,7 @@ from slimrl.base.output_file import check_output_file
 from slimrl.base.spans import PROFILED, RECORDING
 from slimrl.config.load import LoadedRecipe
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.run import TrackingConfig
 from slimrl.config.show import resolved_dict
 from slimrl.data.conversation_lines import write_conversations
 from slimrl.data.curriculum import Curriculum
@@ -22,6 +23,7 @@ from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.profiling.recorder import Profiled, Recorder, check_profiled
+from slimrl.observability.profiling.span_sender import SpanSender
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
@@ -129,7 +131,7 @@ def _train(
         # Refuses a position in other data, before anything starts.
         _sampler(items, recipe, state)
         with (
-            _recorder(folder, profiled, progress) as recorder,
+            _recorder(folder, profiled, recipe.tracking, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state, progress) as trackers,
             started(
@@ -185,7 +187,12 @@ def _train(
                     recorder=recorder,
                     preemption=preemption,
                 )
-                return train_run, partial(train_loop, train_run)
+
+                def loop() -> None:
+                    with trackers.showing(train_run.live_metrics()):
+                        train_loop(train_run)
+
+                return train_run, loop
 
             def rewind() -> tuple[Path | None, RunState]:
                 """Go back to the newest checkpoint."""
@@ -233,7 +240,7 @@ def train_on_file(
         updates, state = steps * recipe.trainer.updates_per_rollout, RunState()
         with (
             open_run(loaded, progress, overwrite=overwrite) as folder,
-            _recorder(folder, profiled, progress) as recorder,
+            _recorder(folder, profiled, recipe.tracking, progress) as recorder,
             _trackers(loaded, folder, None, state, progress) as trackers,
             started(
                 recipe, folder, progress, with_critic=True, total_updates=updates, ray_address=ray_address
@@ -385,15 +392,21 @@ def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunStat
 
 
 @contextmanager
-def _recorder(folder: RunFolder, profiled: Profiled | None, progress: Progress) -> Iterator[Recorder | None]:
-    """Record spans of the run's processes, which start and end within the block, and write their trace at its end."""
-    if profiled is None:
-        # They are of an earlier attempt; the second is left if that was killed while it recorded.
-        for sign in (PROFILED, RECORDING):
-            (folder.profile / sign).unlink(missing_ok=True)
+def _recorder(
+    folder: RunFolder, profiled: Profiled | None, tracking: TrackingConfig, progress: Progress
+) -> Iterator[Recorder | None]:
+    """Record spans of the run's processes, which start and end within the block, send them where the recipe asks for
+    it, and write the profile's trace at the end."""
+    # They are of an earlier attempt; the second is left if that was killed while it recorded.
+    for sign in (PROFILED, RECORDING):
+        (folder.profile / sign).unlink(missing_ok=True)
+    if profiled is None and not tracking.opentelemetry:
         yield None
         return
-    recorder = Recorder(folder.profile, profiled)
+    sender = None
+    if tracking.opentelemetry:
+        sender = SpanSender(tracking.opentelemetry, folder.path.name, folder.span_report, progress.say)
+    recorder = Recorder(folder.profile, profiled, sender)
     try:
         yield recorder
     finally:

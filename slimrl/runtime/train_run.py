@@ -35,6 +35,7 @@ from slimrl.runtime.checkpoint_writer import CheckpointPart, WrittenAtOnce
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.learner import Learner
+from slimrl.runtime.live_metrics import LiveMetrics
 from slimrl.runtime.past_versions import PastVersions
 from slimrl.runtime.recording import Recording
 from slimrl.runtime.reward_watch import RewardWatch
@@ -94,6 +95,14 @@ class TrainRun(Run):
                 self.folder.checkpoints,
             )
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
+
+    def live_metrics(self) -> LiveMetrics:
+        return LiveMetrics(
+            self.folder.path.name,
+            self._service,
+            self.stage,
+            lambda: {address.name: address.url for address in self.engines.addresses},
+        )
 
     def sync_initial_weights(self) -> None:
         """Send the trainer's weights to the engines, and run the evaluation that is due before the next step.

@@ -66,6 +66,11 @@ class Parts:
     def log(self, step, metrics):
         self.noted.append(("log", step, set(metrics) - {"time/step_s"}))
 
+    @contextmanager
+    def showing(self, live):
+        self.noted.append("showing")
+        yield
+
     def rollout(self, prompts, *, label):
         self.noted.append(("rollout", [prompt.prompt_id for prompt in prompts], label))
         return ["a", "b"]

@@ -1,12 +1,15 @@
 """What TensorBoard and MLflow hold of a run, read back by themselves, and what is said where they are not installed."""
 
 import importlib.util
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from test_observability import trajectory
 
@@ -101,6 +104,8 @@ def test_prometheus_reads_the_last_value_of_each_metric_while_the_run_lives():
     with urlopen(f"{url}/metrics", timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         (family,) = text_string_to_metric_families(answer.read().decode())
+    with urlopen(f"{url}/engines", timeout=10) as answer:
+        assert json.load(answer) == []
     assert {sample.labels["run"] for sample in family.samples} == {'a "run"'}
     found = {sample.labels["metric"]: sample.value for sample in family.samples}
     expected = {"step": 2, "reward/mean": 1e-7, "eval/heldout/accuracy": 0.5, "env/back\\slash\n": 3}
@@ -112,6 +117,46 @@ def test_prometheus_reads_the_last_value_of_each_metric_while_the_run_lives():
     tracker.close(failed=False)
     with pytest.raises(URLError):
         urlopen(f"{url}/metrics", timeout=10)
+
+
+class FakeRun:
+    """Shows one gauge and an engine."""
+
+    def __init__(self, engine_url: str) -> None:
+        self._url = engine_url
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily("slimrl_rollout_running_groups", "Groups", labels=["run"])
+        family.add_metric(["demo"], 3)
+        yield family
+
+    def engine_urls(self) -> dict[str, str]:
+        return {"engine 0": self._url}
+
+
+def test_prometheus_finds_the_engines_and_reads_them_through_the_driver_while_the_run_shows_them():
+    engine, tracker = PrometheusTracker("127.0.0.1:0", "engine"), PrometheusTracker("127.0.0.1:0", "demo")
+    engine.log(1, {"tokens": 5})
+    url = f"http://127.0.0.1:{tracker.port}"
+    with tracker.showing(FakeRun(f"http://127.0.0.1:{engine.port}")):
+        with urlopen(f"{url}/metrics", timeout=10) as answer:
+            assert 'slimrl_rollout_running_groups{run="demo"} 3.0' in answer.read().decode()
+        with urlopen(f"{url}/engines", timeout=10) as answer:
+            [found] = json.load(answer)
+        path = found["labels"].pop("__metrics_path__")
+        assert found == {"targets": [f"127.0.0.1:{tracker.port}"], "labels": {"run": "demo", "engine": "engine 0"}}
+        with urlopen(f"http://{found['targets'][0]}{path}", timeout=10) as answer:
+            assert 'slimrl{metric="tokens",run="engine"} 5.0' in answer.read().decode()
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"{url}/engines/engine%201", timeout=10)
+        engine.close(failed=False)
+        with pytest.raises(HTTPError, match="502"):
+            urlopen(f"{url}{path}", timeout=10)
+    with urlopen(f"{url}/metrics", timeout=10) as answer:
+        assert "running_groups" not in answer.read().decode()
+    with pytest.raises(HTTPError, match="404"):
+        urlopen(f"{url}{path}", timeout=10)
+    tracker.close(failed=False)
 
 
 @pytest.mark.parametrize("address", ["9464x", "127.0.0.1", "127.0.0.1:99999", "no.such.host.invalid:1"])

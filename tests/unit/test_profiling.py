@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from slimrl.base.spans import LOOK_S, PROFILED, RECORDING, SPANS, Spans, child_variables
+from slimrl.config.schema.run import TrackingConfig
 from slimrl.observability.profiling.breakdown import BETWEEN, own_times, step_profiles
 from slimrl.observability.profiling.recorder import STEP, Profiled, Recorder, check_profiled, parse_steps
 from slimrl.observability.profiling.tables import phases_table, profile_tables
@@ -43,7 +44,7 @@ def test_an_attempt_that_is_not_profiled_keeps_the_profile_of_the_one_before(tmp
     folder.profile.mkdir()
     for name in ("trace.json", PROFILED, RECORDING):
         (folder.profile / name).touch()
-    with _recorder(folder, None, None) as recorder:  # type: ignore[arg-type]
+    with _recorder(folder, None, TrackingConfig(), None) as recorder:  # type: ignore[arg-type]
         assert recorder is None
         assert [file.name for file in folder.profile.iterdir()] == ["trace.json"], "and nothing is recorded"
         assert child_variables(folder.profile, "engine 0") == {}
@@ -271,6 +272,7 @@ def test_a_recorder_records_its_steps_alone(tmp_path):
         for number in (1, 2, 3):
             with recorder.step(number, trainers), SPANS("work", number=number):
                 pass
+        assert [path.name for path in (tmp_path / "profile").glob("*/")] == ["step_000002"]
         [profile] = step_profiles(read_spans(tmp_path / "profile"))
         assert (profile.number, list(profile.phases)) == (2, ["work", BETWEEN])
         assert calls == ["begin", "profile"]

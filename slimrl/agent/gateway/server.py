@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from aiohttp import ClientError, web
 from pydantic import ValidationError
 
 from slimrl.agent.gateway import anthropic_messages, chat_completions, responses
+from slimrl.agent.gateway.activity import ABANDONED, ACTIVITY, FAILED, REFUSED
 from slimrl.agent.gateway.aside import Aside
 from slimrl.agent.gateway.chat_request import ChatRequest, Reply
 from slimrl.agent.gateway.connection import Connection
@@ -131,11 +133,13 @@ class GatewayServer:
             url=url, api_key=key, reward_key=reward_key, post=session.post_reward, serve=self._listener.also
         )
         self._sessions[name] = connection, session
+        ACTIVITY.open()
         return connection
 
     def end(self, connection: Connection) -> None:
         """End a session; its keys are unknown from now on."""
         del self._sessions[connection.url.rpartition("/")[2]]
+        ACTIVITY.end()
         connection.take_back()
 
     async def _safely(
@@ -171,6 +175,7 @@ class GatewayServer:
 
     async def _sample(self, api: ModuleType, request: web.Request, session: Session) -> web.StreamResponse:
         session.counts.requests += 1
+        began = time.monotonic()
         try:
             session.num_open += 1
             body, asked = await self._asked(api, request, session)
@@ -179,19 +184,26 @@ class GatewayServer:
         except (ApiError, ValidationError) as error:
             refusal = error if isinstance(error, ApiError) else refused_body(error)
             session.counts.refused += refusal.status < 500
+            ACTIVITY.requests[REFUSED if refusal.status < 500 else FAILED] += 1
             self._refuse(request, session, refusal)
             if isinstance(error, BudgetSpent):
                 session.spent = error
+            raise
+        except asyncio.CancelledError:
+            ACTIVITY.requests[ABANDONED] += 1
             raise
         finally:
             session.num_open -= 1
         self._warn(asked, reply)
         try:
             size = asked.num_bytes + LOGPROB_BYTES * reply.num_sampled_tokens
-            return await _deliver(api, request, body, reply, session, size)
+            response = await _deliver(api, request, body, reply, session, size)
         except (ConnectionError, asyncio.CancelledError):
+            ACTIVITY.requests[ABANDONED] += 1
             session.take_back(reply)
             raise
+        ACTIVITY.answer(time.monotonic() - began)
+        return response
 
     async def _count_tokens(self, request: web.Request, session: Session) -> web.StreamResponse:
         session.num_open += 1

@@ -70,6 +70,9 @@ class TrackingConfig:
     """Trackers besides wandb that get the metrics; each needs the package of its name."""
     prometheus: str = ""
     """HOST:PORT at which the driver shows the last step's metrics to Prometheus, to whoever asks; empty for none."""
+    opentelemetry: str = ""
+    """URL of an OTLP endpoint, such as http://localhost:4318, that gets the spans of each step by HTTP; empty for none.
+    """
     texts: Flag = False
     """Whether wandb and the others also get the readable trajectories of each step."""
     trajectories_per_step: NonNegativeInt = 4

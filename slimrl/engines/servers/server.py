@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -53,6 +54,8 @@ one waits for a later turn."""
 
 _MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """Environment variable with the address at which the ranks of an engine find each other."""
+_COUNTS = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable with the folder in which the processes of an engine share their metrics."""
 
 ENGINE, TEACHER, PAST = "engine", "teacher", "past"
 """Roles of an engine: one of a rollout; one of the teacher, or of older versions of the policy, which no resync
@@ -98,6 +101,7 @@ def engine_arguments(
     trust_remote_code: bool = False,
     part: EnginePart | None = None,
     trajectories: int | None = None,
+    metrics: bool = False,
 ) -> list[str]:
     """SGLang's command line. `rollout.sglang` comes last and overrides the other values.
 
@@ -115,6 +119,7 @@ def engine_arguments(
             is sampled so in any case (slimrl/engines/plugin/cpu).
         trust_remote_code: run the code that the model brings along.
         trajectories: see cpu_cache_tokens.
+        metrics: have SGLang's own metrics at /metrics.
 
     Raises:
         ValueError: with `plain`, `rollout.sglang` asks for others.
@@ -138,6 +143,7 @@ def engine_arguments(
         # Without this an idle engine burns a core.
         "sleep_on_idle": True,
         "log_level": "warning",
+        "enable_metrics": metrics,
     }
     overrides: dict[str, Any] = {}
     if dequantize:
@@ -279,6 +285,7 @@ class EngineServer:
         part: EnginePart | None = None,
         role: str = ENGINE,
         trajectories: int | None = None,
+        metrics: bool = False,
     ) -> None:
         """Start engine `index`.
 
@@ -292,7 +299,7 @@ class EngineServer:
             host: address to listen on.
             port: None for a free one.
             seed: for requests without a seed.
-            deterministic, trust_remote_code, part, trajectories: see engine_arguments.
+            deterministic, trust_remote_code, part, trajectories, metrics: see engine_arguments.
             role: for errors; the kernels of a teacher may store its weights as they like.
         """
         self.index, self._part, self._name = index, part, part_name(index, 0, role)
@@ -318,14 +325,17 @@ class EngineServer:
             trust_remote_code=trust_remote_code,
             part=part,
             trajectories=trajectories,
+            metrics=metrics,
         )
         name, profile = part_name(index, 0 if part is None else part.number, role), log.parent.parent / PROFILE_FOLDER
         variables = {**engine_environment(rollout, precision=precision, cuda=cuda), **child_variables(profile, name)}
-        self._meeting = None
+        self._folders = ExitStack()
         if part is None:
             # In place of torch's store behind a port, which obeys whoever reaches it.
-            self._meeting = meeting_folder("engine")
-            variables[_MEETING] = f"file://{self._meeting.name}/ranks"
+            variables[_MEETING] = f"file://{self._folders.enter_context(meeting_folder('engine'))}/ranks"
+        if metrics:
+            # Its processes share their counts in files, which SGLang would leave behind when it is killed.
+            variables[_COUNTS] = self._folders.enter_context(meeting_folder("metrics"))
         self.process = start_engine(name, key, arguments, variables, log)
 
     def wait_ready(self) -> None:
@@ -351,5 +361,4 @@ class EngineServer:
         """Kill the engine and its children, which have nothing to save. Idempotent."""
         # On SIGTERM SGLang waits 5 s for core dumps of its children.
         self.process.stop(first=signal.SIGKILL)
-        if self._meeting is not None:
-            self._meeting.cleanup()
+        self._folders.close()

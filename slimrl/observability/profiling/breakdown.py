@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slimrl.observability.profiling.nesting import nested
 from slimrl.observability.profiling.recorder import STEP
 from slimrl.observability.profiling.trace import Span, within
 
@@ -78,18 +79,13 @@ def _phases(step: Span, spans: Sequence[Span]) -> dict[str, float]:
 
 
 def own_times(spans: Sequence[Span]) -> dict[str, tuple[float, int]]:
-    """Own seconds and number of the spans of each name, the longest first; `spans` by their begin, then the longer."""
+    """Own seconds and number of the spans of each name, the longest first."""
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
-    opened: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        outer = opened[span.process, span.track]
-        while outer and outer[-1].end <= span.begin:
-            outer.pop()
-        if outer:
+    for span, outer in nested(spans):
+        if outer is not None:
             # Where spans overlap without one inside the other, only the common part is taken off.
-            seconds[outer[-1].name] -= (min(span.end, outer[-1].end) - span.begin) / 1e9
+            seconds[outer.name] -= (min(span.end, outer.end) - span.begin) / 1e9
         seconds[span.name] += span.seconds
         counts[span.name] += 1
-        outer.append(span)
     return {name: (seconds[name], counts[name]) for name in sorted(seconds, key=lambda name: -seconds[name])}

@@ -33,12 +33,12 @@ class Span:
 
 
 def read_spans(folder: Path) -> list[Span]:
-    """All spans of a profile, by their begin. Of a process that was killed a broken last line is left out.
+    """All spans in a folder's steps, by their begin. Of a process that was killed a broken last line is left out.
 
     Raises:
         ValueError: a file has another broken line; it is named.
     """
-    spans = [span for path in sorted(folder.glob("*.jsonl")) for span in _read(path)]
+    spans = [span for path in sorted([*folder.glob("*.jsonl"), *folder.glob("step_*/*.jsonl")]) for span in _read(path)]
     return sorted(spans, key=lambda span: (span.begin, -span.end))
 
 

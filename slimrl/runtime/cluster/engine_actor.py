@@ -218,6 +218,7 @@ class EngineActor:
             role=self.role,
             # A teacher's requests are counted by its own concurrency.
             trajectories=None if self.role == TEACHER else self.recipe.step_trajectories,
+            metrics=bool(self.recipe.tracking.prometheus),
         )
         try:
             self.server.wait_ready()
