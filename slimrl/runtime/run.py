@@ -55,9 +55,10 @@ class Run:
         Raises:
             RunError: the stop rule ends the run here; the step is complete and its checkpoint saved.
         """
-        step = Step(self.state.step + 1)
+        step = Step(self.state.step + 1, note=self.progress.part)
+        recorded = nullcontext() if self.recorder is None else self.recorder.step(step.number, self.trainers)
         try:
-            with nullcontext() if self.recorder is None else self.recorder.step(step.number, self.trainers):
+            with self.progress.step(step.number), recorded:
                 yield step
         except StepDropped as dropped:
             self.progress.say(f"step {step.number} dropped: {dropped}")
@@ -88,7 +89,8 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Save a complete checkpoint, or none."""
-        self._checkpoints.save(self.state, self.recipe.checkpoint.keep, self._writers())
+        with self.progress.part("saving a checkpoint"):
+            self._checkpoints.save(self.state, self.recipe.checkpoint.keep, self._writers())
         self.folder.note_checkpoint(self.state.step)
 
     def _writers(self) -> dict[str, Callable[[Path], Mapping[str, FileDigest]]]:
@@ -126,7 +128,8 @@ class Run:
 
     def _export(self) -> None:
         """Export the model as a Hugging Face checkpoint. A run with an export is complete and cannot be resumed."""
-        self.trainers.export_hf(self.folder.fresh_export())
+        with self.progress.part("exporting the model"):
+            self.trainers.export_hf(self.folder.fresh_export())
         self.progress.say(f"model: {self.folder.export}")
 
     def _write(self, step: Step) -> None:

@@ -14,6 +14,7 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Status
+from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.pressure import CachePressure
@@ -56,6 +57,12 @@ class Parts:
     @contextmanager
     def stage(self, name):
         yield
+
+    @contextmanager
+    def part(self, name):
+        yield
+
+    step = part
 
     def summary(self, step, metrics):
         self.noted.append(("summary", step))
@@ -356,10 +363,11 @@ def test_the_client_of_a_rollout_knows_the_models_sizes(monkeypatch, routed: boo
     recipe = Recipe()
     recipe.rollout.routed_experts = routed
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="rollout")
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), "progress")
-    ((_, task, client, progress), named) = made[0]
+    progress = Progress(0)
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), progress)
+    ((_, task, client, of_stage), named) = made[0]
     assert client == {"vocab_size": 50, "routed_experts_shape": (3, 2) if routed else None}
-    assert (task, progress, named["flush_caches"], named["teacher"]) == ("task", "progress", "flush", None)
+    assert (task, of_stage, named["flush_caches"], named["teacher"]) == ("task", progress, "flush", None)
     named["watch"]()
     assert watched == ["engines"]
 
@@ -380,17 +388,17 @@ def test_a_teacher_is_on_the_engines_that_the_run_started_or_on_servers_of_other
     recipe = Recipe()
     recipe.teacher.path = "teacher"
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="rollout")
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), Progress(0))
     assert connected == [(url, {"key": "own", "vocab_size": 50}) for url in ("http://a", "http://b")]
     made[0]["watch"]()
     assert watched == ["engines", "teachers"]
     recipe.teacher.path, recipe.teacher.urls = "", ["http://c/"]
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), Progress(0))
     assert connected[2:] == [("http://c", {"key": None, "vocab_size": 50})]
     assert made[1]["teacher"]._slots.qsize() == recipe.teacher.max_concurrency_per_engine
     # Alone in its batch, a segment has the same score each time.
     recipe.deterministic = True
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), Progress(0))
     assert made[2]["teacher"]._slots.qsize() == len(teachers.addresses)
 
 
@@ -412,7 +420,7 @@ def test_older_versions_have_a_client_of_their_own_with_one_request_at_a_time_wh
     recipe = Recipe()
     recipe.deterministic = deterministic
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="train")
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, past=past), "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, past=past), Progress(0))
     client = made[0]["past"]
     if deterministic:
         assert client._engines == [("http://a", {"key": "own", "vocab_size": 50})]

@@ -16,8 +16,8 @@ import numpy as np
 
 from slimrl.base.jsonl import read_jsonl
 from slimrl.observability.page.packed import compressed, quantity
-from slimrl.observability.page.run import Run
 from slimrl.observability.recorded_trajectories import read_recorded
+from slimrl.observability.run_files import Run
 
 _FILE = re.compile(r"(?:step|eval)_(\d+)(?:_(.+))?|failed")
 QUANTITIES = {

@@ -16,10 +16,10 @@ from slimrl.observability.page.experts import expert_load
 from slimrl.observability.page.findings import findings
 from slimrl.observability.page.packed import script_json
 from slimrl.observability.page.panels import curves, panels
-from slimrl.observability.page.run import Run, read_runs
 from slimrl.observability.page.settings import differences, seed_families, setting_rows
-from slimrl.observability.page.state import duration, machine, model, state
 from slimrl.observability.page.times import times
+from slimrl.observability.run_files import Run, read_runs
+from slimrl.observability.run_state import duration, machine, model, state
 
 MOST_TRAJECTORIES = 2_000
 """Default of the number of trajectories in a page"""
