@@ -54,8 +54,8 @@ class Now:
     @property
     def said(self) -> str:
         """Such as `step 3 of 20, rollout 12/256 trajectories`."""
-        where = "between two steps" if self.step is None else f"step {self.step} of {self.steps}"
-        return ", ".join([where, *(one.said for one in self.doing[-1:])])
+        where = [] if self.step is None else [f"step {self.step} of {self.steps}"]
+        return ", ".join([*where, *(one.said for one in self.doing[-1:])]) or "between two steps"
 
 
 def read_now(path: Path) -> Now | None:

@@ -43,13 +43,10 @@ def answers_table(source: str, samples: list[dict[str, Any]], width: int, count:
     table = Table.grid(padding=(0, 1))
     table.add_row(Text("answers", style="bold"), Text(f"of {source}", style="dim"))
     for sample in samples[:count]:
-        reward = "failed" if sample.get("reward") is None else f"{sample['reward']:.3g}"
-        room = 2 * (width - 10)
-        table.add_row(
-            Text(f"{reward:>8}", style="green" if sample.get("reward") else "yellow"),
-            Text(asked(sample, room), style="dim"),
-        )
-        table.add_row(Text(str(sample.get("status", ""))[:9], style="dim"), Text(answered(sample, room)))
+        reward, room = sample.get("reward"), 2 * (width - 10)
+        said = Text("failed" if reward is None else f"{reward:.3g}", style="green" if reward else "yellow")
+        table.add_row(said, Text(asked(sample, room), style="dim"))
+        table.add_row(Text(str(sample.get("status", "")), style="dim"), Text(answered(sample, room)))
     return table
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +16,7 @@ NARROWEST_PANEL = 36
 LABEL_WIDTH = 7
 
 
-def curve_panels(steps: Sequence[dict[str, Any]], width: int, height: int) -> Table | Text:
+def curve_panels(steps: Sequence[dict[str, Any]], width: int, height: int) -> RenderableType:
     """As many panels as fit into the width; the evaluations that have none are named with their newest value.
 
     Args:
@@ -34,7 +34,7 @@ def curve_panels(steps: Sequence[dict[str, Any]], width: int, height: int) -> Ta
     left = [f"{name} {_series(steps, name)[-1][1]:.4g}" for name in names[len(shown) :]]
     rows = height - 2 - bool(left)
     grid.add_row(*(_panel(name, _series(steps, name), of_panel, rows, x_range) for name in shown))
-    return Group(grid, Text("  ".join(left))) if left else grid  # type: ignore[return-value]
+    return Group(grid, Text("  ".join(left))) if left else grid
 
 
 def _evaluations(steps: Sequence[dict[str, Any]]) -> list[str]:

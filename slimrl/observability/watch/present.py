@@ -23,12 +23,9 @@ def present(now: Now, at: float) -> Group:
     Args:
         at: the time, in seconds since 1970.
     """
-    where = "between two steps" if now.step is None else f"step {now.step}"
-    holder = now.doing[0] if now.doing else None
-    first = Text(where, style="bold")
-    if holder is not None:
-        first.append(f": {holder.name} for {duration_text(at - holder.since)}", style="not bold")
-    parts: list[RenderableType] = [first]
+    said = [] if now.step is None else [f"step {now.step}"]
+    said += [f"{holder.name} for {duration_text(at - holder.since)}" for holder in now.doing[:1]]
+    parts: list[RenderableType] = [Text(": ".join(said) or "between two steps", style="bold")]
     if counted := [one for one in now.doing if one.total]:
         bars = Table.grid(padding=(0, 1))
         for one in counted:

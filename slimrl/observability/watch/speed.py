@@ -31,7 +31,7 @@ def speed_table(steps: Sequence[dict[str, Any]]) -> Table | None:
 
 
 def tokens_per_s(line: dict[str, Any]) -> float | None:
-    """Sampled tokens a second of the rollout, or those of a step of supervised training; None where neither is known."""
+    """Sampled tokens a second of the rollout, or those of a step of supervised training; None where not known."""
     if "rollout/tokens_per_s" in line:
         rate: float | None = line["rollout/tokens_per_s"]
         return rate
