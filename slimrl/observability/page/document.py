@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -29,11 +29,18 @@ SCRIPTS = ("base.js", "overview.js", "curves.js", "time.js", "table.js", "conver
 """Files of the page's own script, in their order"""
 
 
-def write_page(folders: Sequence[Path], out: Path, title: str = "", most: int = MOST_TRAJECTORIES) -> Conversations:
+def write_page(
+    folders: Sequence[Path],
+    out: Path,
+    title: str = "",
+    most: int = MOST_TRAJECTORIES,
+    seen: Callable[[int, int], None] = lambda done, total: None,
+) -> Conversations:
     """Write the page of one run, or of several.
 
     Args:
         most: number of trajectories that the page holds.
+        seen: see `conversations`.
 
     Returns:
         The trajectories that are in it.
@@ -42,7 +49,7 @@ def write_page(folders: Sequence[Path], out: Path, title: str = "", most: int = 
         ValueError: a file of a run cannot be read; names it.
     """
     runs = read_runs(list(folders))
-    held = conversations(runs, most)
+    held = conversations(runs, most, seen)
     loads = {number: load for number, run in enumerate(runs) if (load := expert_load(run))}
     title = title or ", ".join(run.name for run in runs)
     plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
