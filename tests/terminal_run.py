@@ -5,8 +5,8 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
+import subprocess
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +35,17 @@ class TerminalRun:
     ) -> None:
         self.raw = ""
         """Everything that it has written so far"""
-        self._pid, self._terminal = pty.fork()
-        if not self._pid:
-            os.execvpe(arguments[0], list(arguments), {**os.environ, "TERM": "xterm-256color", **(environment or {})})
-        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self._terminal, inside = pty.openpty()
+        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        # It gets the terminal as its own, so that Ctrl-C reaches it.
+        self._process = subprocess.Popen(
+            ["setsid", "--ctty", *arguments],
+            env={**(environment or os.environ), "TERM": "xterm-256color"},
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+        )
+        os.close(inside)
 
     @property
     def text(self) -> str:
@@ -60,12 +67,7 @@ class TerminalRun:
         deadline = time.monotonic() + timeout_s
         while self._read():
             assert time.monotonic() < deadline, f"it goes on:\n{self.text[-4000:]}"
-        return os.waitstatus_to_exitcode(self._reap())
-
-    def _reap(self) -> int:
-        _, status = os.waitpid(self._pid, 0)
-        self._pid = 0
-        return status
+        return self._process.wait(max(1.0, deadline - time.monotonic()))
 
     def _read(self) -> bool:
         """Read what comes within a moment; False at the end."""
@@ -83,7 +85,6 @@ class TerminalRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-            self._reap()
+        self._process.kill()
+        self._process.wait()
         os.close(self._terminal)

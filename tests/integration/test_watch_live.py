@@ -70,6 +70,7 @@ def test_a_live_run_is_watched_until_the_user_or_the_run_ends(workspace: Workspa
     assert "complete  step 4 of 4" in once(folder.path)
 
 
+@pytest.mark.full
 def test_a_killed_run_is_not_running_and_a_failed_one_says_why(workspace: Workspace):
     folder = workspace.run_folder("killed")
     settings = [

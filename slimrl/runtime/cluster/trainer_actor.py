@@ -132,7 +132,8 @@ class TrainerActor(RankBatches):
         return self.worker.save_checkpoint(directory)
 
     def export_hf(self, directory: Path) -> None:
-        self.worker.export_hf(directory)
+        self._set_progress(0, 0)
+        self.worker.export_hf(directory, self._set_progress)
 
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
         """Release parts of the device memory, which must be restored before they are used."""
@@ -219,7 +220,7 @@ class TrainerActor(RankBatches):
 
     @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
     def progress(self) -> tuple[int, int]:
-        """(done, total) micro-batches or buckets of the current call."""
+        """(done, total) micro-batches, buckets or tensors of the current call."""
         return self.done, self.total
 
     def _set_progress(self, done: int, total: int) -> None:

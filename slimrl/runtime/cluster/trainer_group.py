@@ -39,6 +39,7 @@ _SHOWN = {
     RankBatches.add_values.__name__: ("values", "micro-batches"),
     RankBatches.accumulate.__name__: ("train", "micro-batches"),
     TrainerActor.resync.__name__: ("resync", "buckets"),
+    TrainerActor.export_hf.__name__: ("export", "tensors"),
 }
 """Methods whose progress is shown: the phase and its unit"""
 
