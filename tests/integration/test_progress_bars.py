@@ -41,7 +41,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(folder / "run")
     for step in range(20, 40):
         made = (make_trajectory(step, group, 0, 30)[0] for group in range(1500))
-        run.sample_file(step).write_text("".join(json.dumps(readable(one)) + "\n" for one in made))
+        said = {"messages": [{"role": "user", "content": "What is it?"}]}
+        run.sample_file(step).write_text("".join(json.dumps(readable(one) | said) + "\n" for one in made))
     subprocess.run([*TOOLS, "synthesize", "graph", str(folder / "graph"), "--facts", "3000"], check=True, timeout=RUN_S)
     (folder / "bin").mkdir()
     (folder / "bin" / "uv").write_text(SLOW_UV)

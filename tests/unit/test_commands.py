@@ -148,8 +148,9 @@ def checkpointed(monkeypatch, parts: Parts, step: int | None, *, has_checksums: 
     state = RunState(step=step or 0, cursor=sampler.state())
     found = None if step is None else SimpleNamespace(path=path, state=state, has_checksums=has_checksums)
 
-    def resume_point(folder, recipe, *, contents):
+    def resume_point(folder, recipe, *, contents, seen):
         assert contents is True
+        seen(1, 2)
         return found
 
     monkeypatch.setattr(commands, "resume_point", resume_point)
@@ -339,7 +340,7 @@ def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
 def test_an_export_checks_the_checkpoint_before_anything_starts(parts: Parts, tmp_path: Path, monkeypatch):
     checkpoint, out = tmp_path / "step_000002", tmp_path / "out"
     checked = []
-    monkeypatch.setattr(commands, "check_exported", lambda path: checked.append(path))
+    monkeypatch.setattr(commands, "check_exported", lambda path, seen: checked.append(path))
     monkeypatch.setattr(commands, "check_checkpoint_model", lambda path, recipe: checked.append((path, recipe)))
     with pytest.raises(ValueError, match="not a checkpoint of a run"):
         commands.export(Path("r.yaml"), [], checkpoint=checkpoint, out=out, ray_address=None)
