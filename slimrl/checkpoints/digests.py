@@ -15,6 +15,9 @@ READ_BYTES = 1024**2
 FILE_THREADS = 8
 """Number of files that are hashed at a time; hashing and reading release the GIL."""
 
+Seen = Callable[[int, int], None]
+"""Called after each file with the numbers of those that have been read, and of all"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileDigest:
@@ -43,11 +46,19 @@ def file_digest(file: Path) -> FileDigest:
         return FileDigest(bytes=stream.tell(), xxh3_128=digest.hexdigest())
 
 
-def file_digests(root: Path, names: Iterable[str]) -> dict[str, FileDigest]:
+def not_shown(done: int, total: int) -> None:
+    """A `seen` that shows nothing."""
+
+
+def file_digests(root: Path, names: Iterable[str], seen: Seen = not_shown) -> dict[str, FileDigest]:
     """Sizes and checksums of files by their names relative to `root`; several files are read at a time."""
-    names = list(names)
+    names, digests = list(names), {}
     with ThreadPoolExecutor(FILE_THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: file_digest(root / name), names), strict=True))
+        read = pool.map(lambda name: file_digest(root / name), names)
+        for done, (name, digest) in enumerate(zip(names, read, strict=True), 1):
+            digests[name] = digest
+            seen(done, len(names))
+    return digests
 
 
 def check_spans(descriptor: int, file: Path, spans: Iterable[Span], advance: Callable[[int], None]) -> None:

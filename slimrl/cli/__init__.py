@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from slimrl.base.threads import end_process_if_calls_hang
-from slimrl.cli import config, evaluation, inspect_chat, launch, plan, resync, runs, simulate
+from slimrl.cli import config, evaluation, inspect_chat, launch, plan, resync, runs, simulate, watch
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.cli.unknown_option import CommandWithHints
 
@@ -53,6 +53,7 @@ COMMANDS: tuple[tuple[typer.Typer, str, Callable[..., None]], ...] = (
     (app, "rollout", runs.rollout),
     (app, "export", runs.export),
     (app, "report", runs.report),
+    (app, "watch", watch.watch),
     (app, "plan", plan.plan),
     (app, "simulate", simulate.simulate),
     (app, "inspect-chat", inspect_chat.inspect_chat),

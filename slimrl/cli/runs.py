@@ -171,11 +171,14 @@ def report(
 def _write_page(runs: list[Path], html: Path, title: str, trajectories: int | None) -> None:
     from slimrl.base.output_file import check_output_file
     from slimrl.observability.page.document import MOST_TRAJECTORIES, write_page
+    from slimrl.observability.progress import Progress
+    from slimrl.observability.terminal import plain_console
     from slimrl.observability.units import show_bytes
 
     check_output_file("--html", html)
     most = MOST_TRAJECTORIES if trajectories is None else trajectories
-    held = write_page(runs, html, title, most)
+    with Progress(0, plain_console(stderr=True)) as progress, progress.phase("page", 0, "steps") as phase:
+        held = write_page(runs, html, title, most, phase.update)
     typer.echo(f"page: {html}, {show_bytes(html.stat().st_size)}, {len(held.parts)} of {held.found} trajectories")
 
 

@@ -1,13 +1,15 @@
 """Progress output: a live line per phase and a summary row per step; plain lines without a terminal.
 
-On a terminal a second live line counts the steps of the run and estimates the remaining time.
+On a terminal a second live line counts the steps of the run and estimates the remaining time. A run's folder has the
+same for other terminals (now_file.py).
 """
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +18,7 @@ from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from slimrl.observability.now_file import Doing, Now, now_file
 from slimrl.observability.terminal import plain_console
 
 PLAIN_INTERVAL_S = 10.0
@@ -51,7 +54,7 @@ class Phase:
 
     def __init__(self, progress: "Progress", name: str, total: int | None, unit: str) -> None:
         self._progress, self._name, self._total, self._unit = progress, name, total, unit
-        self._done = 0
+        self._done, self._since = 0, time.time()
         self._lock = threading.Lock()
         self._said_at = time.monotonic()
         self._task = None if progress.live is None else progress.live.add_task(name, total=total, count=self._count())
@@ -75,6 +78,10 @@ class Phase:
         elif time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
             self._said_at = time.monotonic()
             self._progress.say(f"{self._name} {self._count()}".strip())
+
+    @property
+    def doing(self) -> Doing:
+        return Doing(name=self._name, since=self._since, done=self._done, total=self._total, unit=self._unit)
 
     def _count(self) -> str:
         return f"{self._done}/{self._total} {self._unit}" if self._total else ""
@@ -104,6 +111,11 @@ class Progress:
         self._rows = 0
         self._titles: list[str] = []
         self._steps: TaskID | None = None
+        self._step: int | None = None
+        self._running: list[Phase | Doing] = []
+        """Phases that run, in the order in which they began"""
+        self.engines: Callable[[], dict[str, dict[str, float]]] = dict
+        """Counts of the engines of each role, by name; called in another thread"""
         self.live: RichProgress | None = None
         if self._console.is_terminal:
             self.live = RichProgress(
@@ -130,12 +142,43 @@ class Progress:
             self.live.stop()
 
     @contextmanager
+    def noted_in(self, file: Path) -> Iterator[None]:
+        """Keep what is done at present in a file during the block; see `now_file`."""
+        with now_file(file, self._now):
+            yield
+
+    def _now(self) -> Now:
+        doing = [one if isinstance(one, Doing) else one.doing for one in list(self._running)]
+        return Now(step=self._step, steps=self.total_steps, doing=doing, engines=self.engines())
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Note that a step runs during the block."""
+        self._step = number
+        try:
+            yield
+        finally:
+            self._step = None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Note a part of a step, whose phases the terminal shows while they last; the terminal shows no part."""
+        doing = Doing(name=name, since=time.time())
+        self._running.append(doing)
+        try:
+            yield
+        finally:
+            self._running.remove(doing)
+
+    @contextmanager
     def phase(self, name: str, total: int | None, unit: str) -> Iterator[Phase]:
         """Show a phase, such as `rollout 12/256 trajectories`, while the block runs; no `total`: nothing is counted."""
         phase = Phase(self, name, total, unit)
+        self._running.append(phase)
         try:
             yield phase
         finally:
+            self._running.remove(phase)
             phase.end()
 
     @contextmanager

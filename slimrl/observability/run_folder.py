@@ -45,6 +45,8 @@ class RunFolder:
         """The resolved recipe of the newest attempt to continue the run."""
         self.provenance = self.path / "provenance.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.now = self.path / "now.json"
+        """What the run does at present; a process that is killed leaves it behind."""
         self.groups = self.path / "groups.jsonl"
         """What became of each group, and when (docs/async.md)."""
         self.curve = self.path / "curve.png"

@@ -43,6 +43,9 @@ class CachePressure:
         """Number of retractions of each engine since it started, as it last reported"""
         self._retractions = 0
         self._usages: list[float] = []
+        self.load: dict[str, float] = {}
+        """The engines' `requests` under way, and the `usage` of the fullest cache, as last seen; empty while no
+        trajectory runs. A new object each time."""
 
     def slots(self) -> Slots:
         """New slots, whose number adapts as long as they are used."""
@@ -68,6 +71,7 @@ class CachePressure:
                 await asyncio.sleep(POLL_S)
                 if not any(slots.taken for slots in self._slots):
                     # The trainer may have the memory of the engines.
+                    self.load = {}
                     continue
                 urls = list(self._urls())
                 states = await asyncio.gather(*(_states(http, url) for url in urls))
@@ -90,6 +94,8 @@ class CachePressure:
             usages += [state[scheduler.TOKEN_USAGE] for state in of_engine]
         if not usages:
             return
+        requests = sum(state[scheduler.RUNNING_REQUESTS] for of_engine in states.values() for state in of_engine)
+        self.load = {"requests": requests, "usage": max(usages)}
         self._retractions += retractions
         self._usages.append(max(usages))
         if self._adaptive is not None:

@@ -317,8 +317,8 @@ def export(path: Path, overrides: Sequence[str], *, checkpoint: Path, out: Path,
     with Progress(1) as progress:
         loaded, _ = prepare(path, overrides, "export", progress, lambda _: None, ray_address=ray_address)
         recipe = loaded.recipe
-        with progress.stage("checking the checkpoint"):
-            check_exported(checkpoint)
+        with progress.stage("checking the checkpoint"), progress.phase("checksums", 0, "files") as phase:
+            check_exported(checkpoint, phase.update)
         check_checkpoint_model(checkpoint, recipe)
         updates = recipe.steps * recipe.trainer.updates_per_rollout
         folder = logs_of_command(recipe.run.dir, "export", loaded)
@@ -348,8 +348,8 @@ def _resume_point(
     """
     found = None
     if folder.has_checkpoint:
-        with progress.stage("checking the checkpoint"):
-            found = resume_point(folder, recipe, contents=True)
+        with progress.stage("checking the checkpoint"), progress.phase("checksums", 0, "files") as phase:
+            found = resume_point(folder, recipe, contents=True, seen=phase.update)
             if found is not None and learns:
                 check_critic(found.path, recipe)
     folder.note_checkpoint(None if found is None else found.state.step)

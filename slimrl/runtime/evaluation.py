@@ -119,9 +119,9 @@ def _items(
     if other or (out.exists() and not out.is_dir()):
         raise ValueError(f"--out {out}: not the folder of an evaluation. Give one that is new or empty.")
     with progress.stage("reading the checkpoint"):
-        checksums = _checksums(checkpoint)
+        checksums = _checksums(checkpoint, progress)
         if past is not None:
-            checksums |= {f"past/{name}": checksum for name, checksum in _checksums(past).items()}
+            checksums |= {f"past/{name}": checksum for name, checksum in _checksums(past, progress).items()}
     record = describe(resolved_dict(loaded), checkpoint, checksums, task.eval_sets)
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
@@ -132,8 +132,9 @@ def _items(
         yield items
 
 
-def _checksums(checkpoint: Path) -> dict[str, str]:
-    digests = file_digests(checkpoint, checkpoint_files(checkpoint))
+def _checksums(checkpoint: Path, progress: Progress) -> dict[str, str]:
+    with progress.phase("checksums", 0, "files") as phase:
+        digests = file_digests(checkpoint, checkpoint_files(checkpoint), phase.update)
     return {name: digest.xxh3_128 for name, digest in digests.items()}
 
 

@@ -60,9 +60,10 @@ class Run:
             RunError: the stop rule ends the run here; the step is complete and its checkpoint saved.
         """
         self._checkpoints.look()
-        step = Step(self.state.step + 1)
+        step = Step(self.state.step + 1, note=self.progress.part)
+        recorded = nullcontext() if self.recorder is None else self.recorder.step(step.number, self.trainers)
         try:
-            with nullcontext() if self.recorder is None else self.recorder.step(step.number, self.trainers):
+            with self.progress.step(step.number), recorded:
                 yield step
         except StepDropped as dropped:
             self.progress.say(f"step {step.number} dropped: {dropped}")
@@ -93,7 +94,8 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Begin a checkpoint, which is written beside the next steps."""
-        self._checkpoints.begin(self.state, self._parts())
+        with self.progress.part("saving a checkpoint"):
+            self._checkpoints.begin(self.state, self._parts())
 
     def export_is_due(self) -> bool:
         """Whether the model of the last step is exported beside the one at the end."""
@@ -169,7 +171,8 @@ class Run:
 
     def _export(self) -> None:
         """Export the model as a Hugging Face checkpoint. A run with an export is complete and cannot be resumed."""
-        self.trainers.export_hf(self.folder.fresh_export())
+        with self.progress.part("exporting the model"):
+            self.trainers.export_hf(self.folder.fresh_export())
         self.progress.say(f"model: {self.folder.export}")
 
     def _write(self, step: Step) -> None:

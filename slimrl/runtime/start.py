@@ -150,7 +150,8 @@ def open_run(
         command = [loaded.environment.hide(argument) for argument in sys.argv]
         append_provenance(folder.provenance, collect_provenance(resolved_dict(loaded), loaded.provenance, command))
         log_to_file(folder.log_file("driver"), hide=loaded.environment.hide)
-        yield folder
+        with progress.noted_in(folder.now):
+            yield folder
 
 
 @contextmanager
@@ -272,8 +273,15 @@ def rollout_stage(loaded: LoadedRecipe, task: Task, processes: Processes, progre
                 group.watch()
 
     player = None if past is None else _past(recipe, past, vocab_size)
+    roles = {"engines": engines, "teacher": teachers, "older versions": past}
 
-    return RolloutStage(
+    def counts() -> dict[str, dict[str, float]]:
+        of_roles: dict[str, dict[str, float]] = {
+            role: group.counts for role, group in roles.items() if group is not None
+        }
+        return of_roles | ({"load": load} if (load := stage.pressure.load) else {})
+
+    stage = RolloutStage(
         recipe,
         task,
         client,
@@ -287,6 +295,8 @@ def rollout_stage(loaded: LoadedRecipe, task: Task, processes: Processes, progre
         engine_urls=lambda: [address.url for address in engines.receivers],
         engine_key=engines.key,
     )
+    progress.engines = counts
+    return stage
 
 
 def _past(recipe: Recipe, past: EngineGroup, vocab_size: int) -> Engine:

@@ -1,8 +1,8 @@
 """One training step: its number, its times and its metrics."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 
@@ -14,11 +14,17 @@ from slimrl.data.training import UpdateResult
 class Step:
     """Collects the metrics of a step, one line of metrics.jsonl."""
 
-    def __init__(self, number: int, metrics: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        metrics: Mapping[str, float] | None = None,
+        note: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         """
         Args:
             number: from 1.
             metrics: those known already.
+            note: takes the name of a phase and notes it as long as it lasts.
         """
         self.number = number
         self.metrics: dict[str, float] = dict(metrics or {})
@@ -26,6 +32,7 @@ class Step:
         """What its updates find at the tokens of the trajectories that are recorded"""
         self.expert_load: dict[int, np.ndarray] = {}
         """int64 [experts] by layer, the tokens that each expert got in its updates"""
+        self._note = note
         self._start = time.monotonic()
         self._depth = 0
         self._timed_s = 0.0
@@ -36,7 +43,7 @@ class Step:
         """Adds the block's seconds to time/<phase>_s, also where the block is inside another phase's."""
         start = time.monotonic()
         self._depth += 1
-        with SPANS(phase):
+        with SPANS(phase), self._note(phase):
             yield
         self._depth -= 1
         seconds = time.monotonic() - start

@@ -149,7 +149,7 @@ class TrainRun(Run):
         """
         if self._past is not None:
             self._past.load_for(step.number)
-        batch = self._service.take(self._check_wait)
+        batch = self._take()
         if dropped := batch.metrics.get("async/dropped_groups"):
             self.progress.say(f"step {step.number}: groups that became too old and were dropped: {dropped:g}")
         if batch.metrics.get("async/current_token_fraction") == 0 and self._score_check.is_due(step.number):
@@ -162,6 +162,18 @@ class TrainRun(Run):
         self._record(step, batch)
         self._memory.enter(MemoryPhase.train)
         return batch.selection
+
+    def _take(self) -> StepRollout:
+        """The service's next batch. Where its groups run one by one, those that wait for it are shown."""
+        if not self.recipe.rollout.spans_steps:
+            return self._service.take(self._check_wait)
+        with self.progress.phase("rollout", self.recipe.rollout.prompts_per_step, "groups") as phase:
+
+            def check() -> None:
+                phase.update(min(len(self._service.admission.waiting), self.recipe.rollout.prompts_per_step))
+                self._check_wait()
+
+            return self._service.take(check)
 
     def _record(self, step: Step, batch: StepRollout) -> None:
         """Record the metrics of a rollout and write some of its trajectories."""

@@ -145,13 +145,16 @@ class TrainerWorker:
     def load_checkpoint(self, directory: Path) -> None:
         checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
 
-    def export_hf(self, directory: Path) -> None:
+    def export_hf(self, directory: Path, seen: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Write the weights in `model_path`'s dtype, with its config and tokenizer.
 
         Adapters are merged into them, and written in the subfolder `adapter` too, in PEFT's format.
+
+        Args:
+            seen: see `export_hf`.
         """
         source = MegatronWeightSource(self.chunks, self.family, self.hf_config)
-        export_hf(source, self.model_path, directory, adapters=self._exported_adapters())
+        export_hf(source, self.model_path, directory, self._exported_adapters(), seen)
 
     def _architecture(self) -> dict[str, Any]:
         return trained_architecture(self.hf_config, self.lora, critic=self.is_critic)

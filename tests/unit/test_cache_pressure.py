@@ -119,7 +119,7 @@ def test_around_the_room_that_there_is_the_limit_goes_up_and_down_and_few_trajec
 
 
 def states(retractions: int, usage: float) -> list[dict[str, float]]:
-    return [{"slimrl_retractions": retractions, "slimrl_token_usage": usage}]
+    return [{"slimrl_retractions": retractions, "slimrl_token_usage": usage, "slimrl_running_requests": 3}]
 
 
 def made(*, adaptive: bool = True, most: int = 100, engines: int = 2) -> CachePressure:

@@ -14,6 +14,7 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.data.prompt import Prompt
 from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Status
+from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.pressure import CachePressure
@@ -56,6 +57,16 @@ class Parts:
     @contextmanager
     def stage(self, name):
         yield
+
+    @contextmanager
+    def part(self, name):
+        yield
+
+    step = part
+
+    @contextmanager
+    def phase(self, name, total, unit):
+        yield SimpleNamespace(update=lambda done, total: None)
 
     def summary(self, step, metrics):
         self.noted.append(("summary", step))
@@ -142,8 +153,9 @@ def checkpointed(monkeypatch, parts: Parts, step: int | None, *, has_checksums: 
     state = RunState(step=step or 0, cursor=sampler.state())
     found = None if step is None else SimpleNamespace(path=path, state=state, has_checksums=has_checksums)
 
-    def resume_point(folder, recipe, *, contents):
+    def resume_point(folder, recipe, *, contents, seen):
         assert contents is True
+        seen(1, 2)
         return found
 
     monkeypatch.setattr(commands, "resume_point", resume_point)
@@ -333,7 +345,7 @@ def test_a_rollout_writes_the_first_steps_trajectories_and_overwrites_nothing(
 def test_an_export_checks_the_checkpoint_before_anything_starts(parts: Parts, tmp_path: Path, monkeypatch):
     checkpoint, out = tmp_path / "step_000002", tmp_path / "out"
     checked = []
-    monkeypatch.setattr(commands, "check_exported", lambda path: checked.append(path))
+    monkeypatch.setattr(commands, "check_exported", lambda path, seen: checked.append(path))
     monkeypatch.setattr(commands, "check_checkpoint_model", lambda path, recipe: checked.append((path, recipe)))
     with pytest.raises(ValueError, match="not a checkpoint of a run"):
         commands.export(Path("r.yaml"), [], checkpoint=checkpoint, out=out, ray_address=None)
@@ -361,10 +373,11 @@ def test_the_client_of_a_rollout_knows_the_models_sizes(monkeypatch, routed: boo
     recipe = Recipe()
     recipe.rollout.routed_experts = routed
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="rollout")
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), "progress")
-    ((_, task, client, progress), named) = made[0]
+    progress = Progress(0)
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), progress)
+    ((_, task, client, of_stage), named) = made[0]
     assert client == {"vocab_size": 50, "routed_experts_shape": (3, 2) if routed else None}
-    assert (task, progress, named["flush_caches"], named["teacher"]) == ("task", "progress", "flush", None)
+    assert (task, of_stage, named["flush_caches"], named["teacher"]) == ("task", progress, "flush", None)
     named["watch"]()
     assert watched == ["engines"]
 
@@ -385,17 +398,17 @@ def test_a_teacher_is_on_the_engines_that_the_run_started_or_on_servers_of_other
     recipe = Recipe()
     recipe.teacher.path = "teacher"
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="rollout")
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), Progress(0))
     assert connected == [(url, {"key": "own", "vocab_size": 50}) for url in ("http://a", "http://b")]
     made[0]["watch"]()
     assert watched == ["engines", "teachers"]
     recipe.teacher.path, recipe.teacher.urls = "", ["http://c/"]
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None), Progress(0))
     assert connected[2:] == [("http://c", {"key": None, "vocab_size": 50})]
     assert made[1]["teacher"]._slots.qsize() == recipe.teacher.max_concurrency_per_engine
     # Alone in its batch, a segment has the same score each time.
     recipe.deterministic = True
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, teachers=teachers), Progress(0))
     assert made[2]["teacher"]._slots.qsize() == len(teachers.addresses)
 
 
@@ -417,7 +430,7 @@ def test_older_versions_have_a_client_of_their_own_with_one_request_at_a_time_wh
     recipe = Recipe()
     recipe.deterministic = deterministic
     loaded = LoadedRecipe(recipe=recipe, provenance={}, path="r.yaml", command="train")
-    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, past=past), "progress")
+    start.rollout_stage(loaded, "task", Processes(engines=engines, trainers=None, past=past), Progress(0))
     client = made[0]["past"]
     if deterministic:
         assert client._engines == [("http://a", {"key": "own", "vocab_size": 50})]
@@ -543,6 +556,9 @@ def test_a_trainer_rank_works_tells_how_far_it_is_and_closes_all_that_it_holds()
     actor.resync_session = SimpleNamespace(run=lambda version, progress: (version, progress(2, 8)))
     assert actor.resync(7) == (7, None)
     assert actor.progress() == (2, 8)
+    actor.worker.export_hf = lambda directory, seen: noted.append((directory, actor.progress())) or seen(3, 4)
+    actor.export_hf(Path("hf"))
+    assert (noted.pop(), actor.progress()) == ((Path("hf"), (0, 0)), (3, 4))
     actor.load_weights()
     actor.recipe.model.megatron = "weights"
     actor.load_weights()

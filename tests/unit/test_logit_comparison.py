@@ -74,4 +74,7 @@ def test_logits_of_a_checkpoint_are_those_of_transformers(toy):
     model = AutoModelForCausalLM.from_pretrained(toy, dtype=torch.float32)
     with torch.no_grad():
         expected = model(prompts).logits
-    torch.testing.assert_close(compute_logits(find_checkpoint(toy), prompts, "float32"), expected, rtol=0, atol=1e-5)
+    done: list[int] = []
+    found = compute_logits(find_checkpoint(toy), prompts, "float32", done.append)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert done == [1] * len(prompts)

@@ -44,6 +44,8 @@ class Stages:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.said: list[str] = []
+        self.waits: list[tuple[str, int, int, str]] = []
+        """What was shown of waits for groups"""
         self.receivers: list[SimpleNamespace] = [SimpleNamespace(name="engine 0")]
         self.num_replaced, self.need_weights = 0, False
         self.num_prompts = 0
@@ -132,6 +134,14 @@ class Stages:
 
     def say(self, text):
         self.said.append(text)
+
+    def part(self, name):
+        return nullcontext()
+
+    def phase(self, name, total, unit):
+        return nullcontext(SimpleNamespace(update=lambda done: self.waits.append((name, done, total, unit))))
+
+    step = part
 
     def summary(self, step, metrics):
         self._note(f"line {step}")
@@ -520,6 +530,8 @@ def test_a_step_s_trajectories_are_recorded_after_its_updates_also_where_these_e
 class Beside:
     """A rollout beside the training, of which a group ends at each look; the run is preempted in one of the waits."""
 
+    admission = SimpleNamespace(waiting={4: 0, 7: 0})
+
     def __init__(self, stages: Stages, asked_at: int = 2, dropped: Sequence[int] = ()) -> None:
         """
         Args:
@@ -567,6 +579,7 @@ def test_what_ended_since_the_step_s_checkpoint_is_saved_when_a_wait_for_groups_
     assert (folder.checkpoints / "step_000001" / "rollout" / "ended").read_text() == "2"
     assert saved_state(folder).cursor == {"taken": 1}, "as the service says"
     assert stages.said == ["step 2 dropped: the run ends while it waits for groups"]
+    assert stages.waits == [("rollout", 2, recipe.rollout.prompts_per_step, "groups")] * 2
     assert stages.calls[-2:] == ["checkpoint", "checkpoint"]
 
 

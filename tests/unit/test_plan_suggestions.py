@@ -137,7 +137,12 @@ def test_a_suggestion_says_what_keeps_it_from_fitting_or_takes_more_than_a_twent
 
 
 def test_layouts_are_suggested_for_as_many_ranks_as_asked_for_and_built_as_planned():
-    best, tried, ranks = suggest.suggest(planned(), Hardware(), gpus=4, count=2)
+    seen: list[tuple[int, int]] = []
+    best, tried, ranks = suggest.suggest(
+        planned(), Hardware(), gpus=4, count=2, seen=lambda done, total: seen.append((done, total))
+    )
+    assert [done for done, _ in seen] == list(range(len(seen)))
+    assert {total for _, total in seen} == {len(seen)}
     assert (len(best), ranks) == (2, 4)
     assert tried > 4
     for suggestion in best:
@@ -313,7 +318,9 @@ def test_the_command_suggests_layouts_and_says_whether_one_of_them_fits(stub, ca
     assert stub.run(suggestions_wanted=True, gpus=8, top=2, to_json=True, mean_tokens=1)
     found = json.loads(capsys.readouterr().out)
     assert (found["gpus"], found["legal_layouts"]) == (8, 17)
-    assert stub.asked["suggest"] == (stub.given, HARDWARE, {"gpus": 8, "count": 2, "mean_tokens": 1})
+    *given, settings = stub.asked["suggest"]
+    settings.pop("seen")(3, 17)
+    assert (given, settings) == ([stub.given, HARDWARE], {"gpus": 8, "count": 2, "mean_tokens": 1})
     first, second = found["suggestions"]
     assert first == {
         "settings": "a=1",

@@ -19,10 +19,10 @@ from slimrl.observability.page.document import page_data, write_page
 from slimrl.observability.page.findings import RULES, findings
 from slimrl.observability.page.packed import LEVELS, quantity
 from slimrl.observability.page.panels import PANELS
-from slimrl.observability.page.run import read_runs, short_names
 from slimrl.observability.page.settings import differences, seed_families, setting_rows
-from slimrl.observability.page.state import state
 from slimrl.observability.page.times import times
+from slimrl.observability.run_files import read_runs, short_names
+from slimrl.observability.run_state import state
 
 DEBUGGING = Path(__file__).parents[2] / "docs" / "debugging.md"
 

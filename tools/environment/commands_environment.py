@@ -36,15 +36,18 @@ def list_environments() -> None:
 @app.command()
 def install(names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Environments, or `all`.")]) -> None:
     """Make the virtual environment of each, from the versions that slimrl pins."""
+    from slimrl_tools.progress import folder_progress
+
     from slimrl.environments.catalogue import ENVIRONMENTS, entry_of
     from slimrl.environments.venvs import install as make_venv
-    from slimrl.environments.venvs import venv_python, why_not_here
+    from slimrl.environments.venvs import venv_python, venvs_folder, why_not_here
 
     with exit_codes():
         for entry in ENVIRONMENTS.values() if names == ["all"] else [entry_of(name) for name in names]:
             if why_not_here(entry):
                 typer.echo(f"{entry.name}: installing {entry.packages}, {entry.size_mb} MB")
-                make_venv(entry)
+                with folder_progress(f"installing {entry.name}", venvs_folder() / entry.name, entry.size_mb * 10**6):
+                    make_venv(entry)
             typer.echo(f"{entry.name}: {why_not_here(entry) or venv_python(entry.name)}")
 
 

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimrl_tools.prepare.data_sets import DATA_SETS
-from slimrl_tools.prepare.published_files import read_published
+from slimrl_tools.prepare.data_sets import DATA_SETS, Problem
+from slimrl_tools.prepare.published_files import num_rows, read_published
+from slimrl_tools.progress import count_progress
 
 from slimrl.base.atomic import atomic_file
 from slimrl.config.problems import suggestion
+
+SHOWN_ROWS = 1000
+"""Rows between two changes of the progress bar"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,14 @@ def prepare(name: str, file: Path, out: Path) -> Prepared:
     if out.exists():
         raise ValueError(f"{out} exists; it is not overwritten")
     problem_of = DATA_SETS[name]
-    rows = read_published(file, lambda row, number: (number, problem_of(row)))
+    with count_progress("reading", num_rows(file), "rows") as advance:
+
+        def parse(row: dict[str, Any], number: int) -> tuple[int, Problem]:
+            if number % SHOWN_ROWS == 0:
+                advance(SHOWN_ROWS)
+            return number, problem_of(row)
+
+        rows = read_published(file, parse)
     answers: dict[str, dict[str, int]] = {}
     """Problem -> its answers, each with the row that first has it"""
     for number, problem in rows:

@@ -35,6 +35,23 @@ def read_published[T](path: Path, parse: Callable[[dict[str, Any], int], T]) -> 
     return read_jsonl(path, parse)
 
 
+def num_rows(path: Path) -> int | None:
+    """Rows of a Parquet file, and lines of a JSONL or CSV file; None of a file in one piece, or one that is refused."""
+    if not path.is_file() or not path.name.endswith((PARQUET, ".jsonl", f".jsonl{GZIP}", ".csv")):
+        return None
+    if path.suffix != PARQUET:
+        with unzipped(path) as file:
+            return sum(1 for _ in file)
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    except (pyarrow.ArrowException, OSError):
+        # `read_published` says what is wrong with it.
+        return None
+
+
 def _csv_rows(path: Path) -> list[dict[str, Any]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

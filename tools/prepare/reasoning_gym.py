@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 from slimrl_tools.prepare.difficulty import configured, read_difficulty
+from slimrl_tools.progress import Advance, count_progress
 
 from slimrl.base.atomic import atomic_folder
 from slimrl.base.extras import needs_extra
@@ -101,7 +102,11 @@ def prepare_tasks(names: str, out: Path, *, difficulty: str = "", num: int, held
             configured(task, DATASETS[task][1], curriculum, level, wished.settings[task])
             for level in wished.levels or (None,)
         ]
-    questions = {task: _questions(task, arguments[task], wished.levels, num + heldout, seed) for task in tasks}
+    most = sum(map(len, arguments.values())) * (num + heldout)
+    with count_progress("drawing", most, "questions") as advance:
+        questions = {
+            task: _questions(task, arguments[task], wished.levels, num + heldout, seed, advance) for task in tasks
+        }
     with ExitStack() as stack:
         return [
             files
@@ -134,7 +139,7 @@ def _check_task(task: str, known: Sequence[str], tasks: Sequence[str], folder: P
 
 
 def _questions(
-    task: str, arguments: Sequence[dict[str, Any]], levels: Sequence[int], wanted: int, seed: int
+    task: str, arguments: Sequence[dict[str, Any]], levels: Sequence[int], wanted: int, seed: int, advance: Advance
 ) -> list[_Questions]:
     """Shuffled questions of each level, or of the task without levels."""
     seen = set[str]()
@@ -142,7 +147,8 @@ def _questions(
     for number, (given, level) in enumerate(zip(arguments, levels or (None,), strict=True)):
         rng_seed = derive_seed(seed, task, number)
         questions = _Questions(level=level)
-        _draw(task, given, wanted, rng_seed, seen, questions)
+        _draw(task, given, wanted, rng_seed, seen, questions, advance)
+        advance(wanted - len(questions.lines))
         random.Random(rng_seed).shuffle(questions.lines)
         if len(questions.lines) < 2:
             why = f" ({questions.left_out} left out, such as this one: {questions.reason})" if questions.reason else ""
@@ -172,7 +178,9 @@ def _write_task(
         )  # fmt: skip
 
 
-def _draw(task: str, arguments: dict[str, Any], count: int, seed: int, seen: set[str], into: _Questions) -> None:
+def _draw(
+    task: str, arguments: dict[str, Any], count: int, seed: int, seen: set[str], into: _Questions, advance: Advance
+) -> None:
     """Draw until there are `count` questions that are not in `seen`, to which they are added, or no more are found."""
     import reasoning_gym
 
@@ -186,6 +194,7 @@ def _draw(task: str, arguments: dict[str, Any], count: int, seed: int, seen: set
             seen.add(entry["question"])
             try:
                 into.lines.append(_line(task, entry))
+                advance(1)
             except ValueError as error:
                 into.left_out += 1
                 into.reason = str(error)

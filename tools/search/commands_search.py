@@ -1,5 +1,6 @@
 """`slimrl-tools search-data` and `search-index`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,7 @@ def search_index(
         if encoder is None:
             from slimrl.agent.retrieval.bm25 import write_bm25
 
-            write_bm25(corpus)
+            write_bm25(corpus, show_progress=sys.stderr.isatty())
         else:
             _encode(corpus, encoder, batch)
         typer.echo(f"{corpus}.index: {'BM25' if encoder is None else encoder}")
@@ -67,14 +68,12 @@ def search_index(
 
 def _encode(corpus: Path, encoder: Path, batch: int) -> None:
     import torch
-    from rich.progress import Progress
 
     from slimrl.agent.retrieval.dense import write_dense
     from slimrl.agent.retrieval.encoder import Encoder
+    from slimrl.observability.progress import Progress
     from slimrl.observability.terminal import plain_console
 
     model = Encoder(encoder, "cuda" if torch.cuda.is_available() else "cpu")
-    console = plain_console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task("encoding")
-        write_dense(corpus, model, batch, lambda done, total: shown.update(task, completed=done, total=total))
+    with Progress(0, plain_console(stderr=True)) as progress, progress.phase("encoding", 0, "passages") as phase:
+        write_dense(corpus, model, batch, phase.update)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from slimrl_tools.progress import count_progress
 from slimrl_tools.search.relations import RELATIONS, YEAR
 from slimrl_tools.search.world import World
 
@@ -69,7 +70,12 @@ class Questions:
             ValueError: the world has not so many.
         """
         kinds = self._rng.choices(list(SHARES), list(SHARES.values()), k=count)
-        return [self._new(kind, avoided) for kind in kinds]
+        drawn = []
+        with count_progress("questions", count, "questions") as advance:
+            for kind in kinds:
+                drawn.append(self._new(kind, avoided))
+                advance(1)
+        return drawn
 
     def _new(self, kind: str, avoided: frozenset[int]) -> Question:
         for _ in range(MAX_TRIES):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimrl_tools.progress import count_progress
 from slimrl_tools.synthesis.demonstrations import finished
 from slimrl_tools.synthesis.filters import names_one
 from slimrl_tools.synthesis.graph import Graph, read_graph
@@ -70,8 +71,12 @@ def hindsight(trajectories: Path, graph_file: Path, phrases_file: Path | None, o
         read = read_jsonl(trajectories, _searches, finite=False)
         found: list[Question] = []
         told: list[dict[str, Any]] = []
-        with Solver(graph.facts) as solver:
+        with (
+            Solver(graph.facts) as solver,
+            count_progress("telling again", len(read), "trajectories") as advance,
+        ):
             for searches in read:
+                advance(1)
                 for chain in reversed(list(chains(searches, graph, phrases, passages.subjects))):
                     question = questions.ask("chain", chain.query, chain.answer, heldout=False)
                     if question is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slimrl_tools.exit_codes import CheckFailed
+from slimrl_tools.progress import count_progress
 from slimrl_tools.synthesis.filters import has_shortcut, names_one
 from slimrl_tools.synthesis.graph import Graph
 from slimrl_tools.synthesis.proof import Proof, proof
@@ -67,7 +68,8 @@ class Questions:
         targets = sorted(self.heldout) if heldout else self._graph.answerable
         found: list[Question] = []
         cells = shares(count, [(kind, hops) for kind in kinds for hops in range(MIN_DEPTH[kind], max_depth + 1)])
-        with Solver(self._graph.facts) as solver:
+        title = "held-out questions" if heldout else "questions to train on"
+        with Solver(self._graph.facts) as solver, count_progress(title, count, "questions") as advance:
             for (kind, hops), share in cells:
                 for number in range(share):
                     question = self._new(kind, hops, targets, heldout)
@@ -79,6 +81,7 @@ class Questions:
                         )
                     verify(question, solver)
                     found.append(question)
+                    advance(1)
         self._rng.shuffle(found)
         return found
 

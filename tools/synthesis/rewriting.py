@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from slimrl_tools.progress import count_progress
 from slimrl_tools.synthesis.filters import names_one
 from slimrl_tools.synthesis.query import Difference, Projection, constants, whole
 from slimrl_tools.synthesis.questions import Question
@@ -60,7 +61,14 @@ class Rewriter:
     async def _all(self, questions: list[Question], phrases: Phrases) -> list[Question]:
         await self._endpoint.start()
         try:
-            texts = await asyncio.gather(*(self._reworded(one.text) for one in questions))
+            with count_progress("in other words", len(questions), "questions") as advance:
+
+                async def reworded(text: str) -> str:
+                    said = await self._reworded(text)
+                    advance(1)
+                    return said
+
+                texts = await asyncio.gather(*(reworded(one.text) for one in questions))
         finally:
             await self._endpoint.close()
         return [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimrl_tools.progress import count_progress
 from slimrl_tools.synthesis.demonstrations import Demonstrator
 from slimrl_tools.synthesis.graph import Graph, read_graph
 from slimrl_tools.synthesis.passages import Passages
@@ -69,7 +70,12 @@ def synthesize(
         }
         final = drawn if rewrite is None else {name: rewrite(part, phrases) for name, part in drawn.items()}
         demonstrator = Demonstrator(graph, renderer, passages)
-        told = [line for one in final["train"][: wanted.conversations] if (line := demonstrator.conversation(one))]
+        shown, told = final["train"][: wanted.conversations], list[dict[str, Any]]()
+        with count_progress("demonstrations", len(shown), "conversations") as advance:
+            for one in shown:
+                if line := demonstrator.conversation(one):
+                    told.append(line)
+                advance(1)
         for name, part in final.items():
             write_lines(partial / f"{name}.jsonl", prompt_lines(name, part, graph, passages))
         write_lines(partial / "sft.jsonl", told)

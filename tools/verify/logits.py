@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from slimrl_tools.open_checkpoint import FoundCheckpoint, open_found
+from slimrl_tools.progress import Advance
 from torch import Tensor
 
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader, read_whole
@@ -62,15 +63,18 @@ def random_prompts(vocab_size: int, num_prompts: int, num_tokens: int, seed: int
     return torch.randint(vocab_size, (num_prompts, num_tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def compute_logits(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Tensor:
+def compute_logits(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str, advance: Advance) -> Tensor:
     """float32 [N, T, V] on the CPU; weights and activations are in `dtype`. Holds the whole model.
+
+    Args:
+        advance: called after each prompt.
 
     Raises:
         ValueError: the family is not supported, or weights are missing.
     """
     if found.format == "huggingface":
-        return _by_transformers(found, prompts_NT, getattr(torch, dtype))
-    return _by_megatron(found, prompts_NT, dtype)
+        return _by_transformers(found, prompts_NT, getattr(torch, dtype), advance)
+    return _by_megatron(found, prompts_NT, dtype, advance)
 
 
 def compare_logits(a_NTV: Tensor, b_NTV: Tensor, precision: str) -> LogitComparison:
@@ -97,7 +101,7 @@ class _LazyTensor:
         return read_whole(self._reader, self._name)
 
 
-def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dtype) -> Tensor:
+def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dtype, advance: Advance) -> Tensor:
     # Imported here, since it takes seconds.
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.utils import logging
@@ -126,11 +130,14 @@ def _by_transformers(found: FoundCheckpoint, prompts_NT: Tensor, dtype: torch.dt
         raise ValueError(f"{found.path}: these weights are missing: {', '.join(sorted(loading['missing_keys'])[:5])}")
     model = model.to(device_type()).eval()
     with torch.no_grad():
-        rows = [model(prompt_T[None].to(device_type())).logits[0].float().cpu() for prompt_T in prompts_NT]
+        rows = []
+        for prompt_T in prompts_NT:
+            rows.append(model(prompt_T[None].to(device_type())).logits[0].float().cpu())
+            advance(1)
     return torch.stack(rows)
 
 
-def _by_megatron(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Tensor:
+def _by_megatron(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str, advance: Advance) -> Tensor:
     # Imports Megatron, which takes seconds.
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -164,10 +171,11 @@ def _by_megatron(found: FoundCheckpoint, prompts_NT: Tensor, dtype: str) -> Tens
         load_weights(found.path, [chunk])
         chunk.eval()
         with torch.no_grad():
-            rows = [
-                chunk(prompt_T[None].to(device), positions_1T, None, packed_seq_params=packed)[0].float().cpu()
-                for prompt_T in prompts_NT
-            ]
+            rows = []
+            for prompt_T in prompts_NT:
+                logits_1TV = chunk(prompt_T[None].to(device), positions_1T, None, packed_seq_params=packed)
+                rows.append(logits_1TV[0].float().cpu())
+                advance(1)
     return torch.stack(rows)[..., : model.vocab_size]
 
 

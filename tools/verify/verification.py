@@ -8,7 +8,7 @@ from typing import Any
 
 from slimrl_tools.inspect.model_facts import different_facts
 from slimrl_tools.open_checkpoint import FoundCheckpoint, find_checkpoint, open_found
-from slimrl_tools.progress import byte_progress
+from slimrl_tools.progress import byte_progress, count_progress
 from slimrl_tools.verify.compare import Comparison, Limit, compare_checkpoints, limit_of
 from slimrl_tools.verify.logits import LogitComparison, compare_logits, compute_logits, random_prompts
 
@@ -172,7 +172,8 @@ def _compare_logits(a: FoundCheckpoint, b: FoundCheckpoint, request: LogitReques
         sizes = " and ".join(map(str, sorted(vocab_sizes)))
         raise ValueError(f"--logits: the vocabularies differ, {sizes} tokens")
     prompts_NT = random_prompts(vocab_sizes.pop(), request.num_prompts, request.num_tokens, seed=0)
-    a_NTV, b_NTV = (compute_logits(found, prompts_NT, request.dtype) for found in (a, b))
+    with count_progress("logits", 2 * request.num_prompts, "prompts") as advance:
+        a_NTV, b_NTV = (compute_logits(found, prompts_NT, request.dtype, advance) for found in (a, b))
     return compare_logits(a_NTV, b_NTV, precision)
 
 

@@ -67,8 +67,12 @@ def open_bm25(corpus: Path) -> Bm25Index:
     return Bm25Index.load(folder)
 
 
-def write_bm25(corpus: Path) -> None:
-    """Make the index beside a corpus, unless it is there; raises as `open_bm25` does."""
+def write_bm25(corpus: Path, *, show_progress: bool = False) -> None:
+    """Make the index beside a corpus, unless it is there; raises as `open_bm25` does.
+
+    Args:
+        show_progress: with bm25s's own bars, on stderr.
+    """
     folder = folder_of(corpus, KIND)
     with locked(folder):
         problem = index_problem(folder, corpus, MADE_WITH)
@@ -78,13 +82,14 @@ def write_bm25(corpus: Path) -> None:
         passages = read_corpus(corpus)
 
         def write(partial: Path) -> None:
-            _scores(passages).save(partial, show_progress=False)
+            _scores(passages, show_progress=show_progress).save(partial, show_progress=False)
             KeptTexts.write(partial, (one.shown for one in passages))
 
         write_index(folder, corpus, MADE_WITH, write)
 
 
-def _scores(passages: Sequence[Passage]) -> bm25s.BM25:
+def _scores(passages: Sequence[Passage], *, show_progress: bool = False) -> bm25s.BM25:
     scores = bm25s.BM25()
-    scores.index(bm25s.tokenize([one.text for one in passages], show_progress=False), show_progress=False)
+    tokens = bm25s.tokenize([one.text for one in passages], show_progress=show_progress)
+    scores.index(tokens, show_progress=show_progress)
     return scores

@@ -47,6 +47,8 @@ def run(
     from slimrl.estimates.planner.plan import as_json, make_plan
     from slimrl.estimates.planner.suggest import suggest
     from slimrl.estimates.planner.tables import print_plan, print_suggestions
+    from slimrl.observability.progress import Progress
+    from slimrl.observability.terminal import plain_console
 
     if not suggestions_wanted:
         plan = make_plan(planned, hardware, mean_tokens=mean_tokens)
@@ -58,7 +60,10 @@ def run(
             if note.key.startswith(ABOUT_THE_CLUSTER):
                 print(note, file=sys.stderr)
         return not plan.problems
-    suggestions, tried, ranks = suggest(planned, hardware, gpus=gpus, count=top, mean_tokens=mean_tokens)
+    with Progress(0, plain_console(stderr=True)) as progress, progress.phase("planning", 0, "layouts") as phase:
+        suggestions, tried, ranks = suggest(
+            planned, hardware, gpus=gpus, count=top, mean_tokens=mean_tokens, seen=phase.update
+        )
     fits = any(suggestion.plan.fits for suggestion in suggestions)
     if not to_json:
         print_suggestions(suggestions, tried, ranks)

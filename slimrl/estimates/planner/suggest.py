@@ -6,7 +6,7 @@
 3. The best few are built on the meta device, as by `slimrl plan`, and planned again with the counted parameters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -59,6 +59,7 @@ def suggest(
     gpus: int | None,
     count: int,
     mean_tokens: int | None = None,
+    seen: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[Suggestion], int, int]:
     """The best layouts, the number of legal ones, and the number of trainer ranks.
 
@@ -66,6 +67,7 @@ def suggest(
         gpus: trainer ranks, None for the recipe's number. Engines on GPUs of their own come on top; those that share
             the trainer's GPUs fill them.
         count: maximum number of suggestions.
+        seen: called with the numbers of layouts that have been looked at, legal or not, and of all.
 
     Raises:
         ValueError: there is no legal layout, or engines cannot fill the GPUs that they share with the trainer.
@@ -82,7 +84,7 @@ def suggest(
     plan_of = partial(plan_layout, known, hardware=hardware, sft=planned.sft, mean_tokens=mean_tokens)
     found = [
         plan_of(recipe, known.table.stages(recipe.trainer.parallel, layers), layers)
-        for recipe, layers in legal_layouts(planned, known, gpus, hardware)
+        for recipe, layers in legal_layouts(planned, known, gpus, hardware, seen)
     ]
     if not found:
         raise ValueError(f"--gpus {gpus}: no legal layout; try a number with more divisors")
@@ -113,11 +115,17 @@ def ranked(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
 
 
 def legal_layouts(
-    planned: OfflineRecipe, known: Facts, gpus: int, hardware: Hardware
+    planned: OfflineRecipe,
+    known: Facts,
+    gpus: int,
+    hardware: Hardware,
+    seen: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[tuple[Recipe, list[list[int]]]]:
-    """Recipes with other layouts, and the layers of their stages."""
+    """Recipes with other layouts, and the layers of their stages; `seen` as for `suggest`."""
     command = "sft" if planned.sft else "train"
-    for parallel in _parallels(known, gpus, hardware.gpus_per_node):
+    parallels = list(_parallels(known, gpus, hardware.gpus_per_node))
+    for number, parallel in enumerate(parallels):
+        seen(number, len(parallels))
         layers = divided_layers(known.shape.layers, parallel.pipeline)
         if layers is None:
             continue

@@ -7,7 +7,7 @@ begin, the same number of trajectories each.
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import numpy as np
 
 from slimrl.base.jsonl import read_jsonl
 from slimrl.observability.page.packed import compressed, quantity
-from slimrl.observability.page.run import Run
 from slimrl.observability.recorded_trajectories import read_recorded
+from slimrl.observability.run_files import Run
 
 _FILE = re.compile(r"(?:step|eval)_(\d+)(?:_(.+))?|failed")
 QUANTITIES = {
@@ -49,11 +49,14 @@ class Conversations:
         self.parts.append(parts)
 
 
-def conversations(runs: Sequence[Run], most: int) -> Conversations:
+def conversations(
+    runs: Sequence[Run], most: int, seen: Callable[[int, int], None] = lambda done, total: None
+) -> Conversations:
     """The trajectories of all runs, by run and step.
 
     Args:
         most: number of trajectories that the page holds.
+        seen: called before each step with the numbers of those that are read, and of all.
 
     Raises:
         ValueError: a file cannot be read; names it.
@@ -67,6 +70,7 @@ def conversations(runs: Sequence[Run], most: int) -> Conversations:
     files = [files[place] for place in np.linspace(0, len(files) - 1, min(len(files), most)).astype(int)]
     result = Conversations()
     for index, (number, step, name, paths) in enumerate(files):
+        seen(index, len(files))
         rows = _rows(paths)
         result.found += len(rows)
         # What earlier files have left is shared by those that follow.

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -16,10 +16,10 @@ from slimrl.observability.page.experts import expert_load
 from slimrl.observability.page.findings import findings
 from slimrl.observability.page.packed import script_json
 from slimrl.observability.page.panels import curves, panels
-from slimrl.observability.page.run import Run, read_runs
 from slimrl.observability.page.settings import differences, seed_families, setting_rows
-from slimrl.observability.page.state import duration, machine, model, state
 from slimrl.observability.page.times import times
+from slimrl.observability.run_files import Run, read_runs
+from slimrl.observability.run_state import duration, machine, model, state
 
 MOST_TRAJECTORIES = 2_000
 """Default of the number of trajectories in a page"""
@@ -29,11 +29,18 @@ SCRIPTS = ("base.js", "overview.js", "curves.js", "time.js", "table.js", "conver
 """Files of the page's own script, in their order"""
 
 
-def write_page(folders: Sequence[Path], out: Path, title: str = "", most: int = MOST_TRAJECTORIES) -> Conversations:
+def write_page(
+    folders: Sequence[Path],
+    out: Path,
+    title: str = "",
+    most: int = MOST_TRAJECTORIES,
+    seen: Callable[[int, int], None] = lambda done, total: None,
+) -> Conversations:
     """Write the page of one run, or of several.
 
     Args:
         most: number of trajectories that the page holds.
+        seen: see `conversations`.
 
     Returns:
         The trajectories that are in it.
@@ -42,7 +49,7 @@ def write_page(folders: Sequence[Path], out: Path, title: str = "", most: int = 
         ValueError: a file of a run cannot be read; names it.
     """
     runs = read_runs(list(folders))
-    held = conversations(runs, most)
+    held = conversations(runs, most, seen)
     loads = {number: load for number, run in enumerate(runs) if (load := expert_load(run))}
     title = title or ", ".join(run.name for run in runs)
     plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from slimrl.observability.page.packed import compressed, quantity
-from slimrl.observability.page.run import Run
+from slimrl.observability.run_files import Run
 
 MOST_STEPS = 60
 """Largest number of steps that are shown of a run, spread evenly"""

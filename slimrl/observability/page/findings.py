@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slimrl.observability.page.run import Run
+from slimrl.observability.run_files import Run
 
 WINDOW = 5
 """Number of the newest values of a metric whose mean is judged; changes are from the mean of as many first values"""

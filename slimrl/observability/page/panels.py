@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slimrl.observability.page.run import Run
+from slimrl.observability.run_files import Run
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import PurePath
 from typing import Any
 
 from slimrl.config.schema.types import MISSING
-from slimrl.observability.page.run import DEFAULTS, Run
+from slimrl.observability.run_files import DEFAULTS, Run
 
 OF_ONE_RUN = ("seed", "run", "tracking", "checkpoint")
 """Settings and sections in which the seeds of one recipe may differ"""

@@ -4,10 +4,10 @@ import json
 from datetime import datetime
 from typing import Any
 
-from slimrl.observability.page.run import Run
 from slimrl.observability.profiling.breakdown import step_profiles
 from slimrl.observability.profiling.tables import MOST_ROWS, PHASES
 from slimrl.observability.profiling.trace import read_spans
+from slimrl.observability.run_files import Run
 
 BESIDES = ("eval",)
 """Phases that are no part of a step"""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimrl.checkpoints.digests import FileDigest, file_digests
+from slimrl.checkpoints.digests import FileDigest, Seen, file_digests, not_shown
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 
 SHOWN_FILES = 5
@@ -22,11 +22,12 @@ class WholeCheckpoint:
     """Whether the checkpoint has checksums of its files; without them only its state was checked."""
 
 
-def check_checkpoint(checkpoint: Path, *, contents: bool) -> WholeCheckpoint:
+def check_checkpoint(checkpoint: Path, *, contents: bool, seen: Seen = not_shown) -> WholeCheckpoint:
     """Compare a checkpoint with the sizes and checksums of its files when they were written.
 
     Args:
         contents: read every file for its checksum; otherwise compare only sizes.
+        seen: called after each file that is read.
 
     Raises:
         ValueError: it is damaged; names the files and says how.
@@ -34,7 +35,7 @@ def check_checkpoint(checkpoint: Path, *, contents: bool) -> WholeCheckpoint:
     problems: list[str] = []
     try:
         state, files = read_state(checkpoint)
-        problems += _problems(checkpoint, files or {}, contents=contents)
+        problems += _problems(checkpoint, files or {}, seen, contents=contents)
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -44,7 +45,7 @@ def check_checkpoint(checkpoint: Path, *, contents: bool) -> WholeCheckpoint:
     return WholeCheckpoint(path=checkpoint, state=state, has_checksums=files is not None)
 
 
-def newest_checkpoint(folder: CheckpointFolder, *, contents: bool) -> WholeCheckpoint | None:
+def newest_checkpoint(folder: CheckpointFolder, *, contents: bool, seen: Seen = not_shown) -> WholeCheckpoint | None:
     """The newest checkpoint of a run; None if there is none yet.
 
     Raises:
@@ -54,19 +55,19 @@ def newest_checkpoint(folder: CheckpointFolder, *, contents: bool) -> WholeCheck
     if not complete:
         return None
     try:
-        return check_checkpoint(complete[-1], contents=contents)
+        return check_checkpoint(complete[-1], contents=contents, seen=seen)
     except ValueError as error:
         raise ValueError("\n".join([str(error), *_how_to_continue(complete, contents=contents)])) from error
 
 
-def check_exported(checkpoint: Path) -> None:
+def check_exported(checkpoint: Path, seen: Seen = not_shown) -> None:
     """Refuse to export a damaged checkpoint.
 
     Raises:
         ValueError: it is damaged; also names the newest intact one of its run.
     """
     try:
-        check_checkpoint(checkpoint, contents=True)
+        check_checkpoint(checkpoint, contents=True, seen=seen)
     except ValueError as error:
         others = [path for path in CheckpointFolder(checkpoint.parent).complete() if path.name != checkpoint.name]
         _, whole = _newest_whole(others, contents=True)
@@ -76,11 +77,11 @@ def check_exported(checkpoint: Path) -> None:
         raise ValueError(f"{error}\n{hint}") from error
 
 
-def _problems(checkpoint: Path, files: Mapping[str, FileDigest], *, contents: bool) -> list[str]:
+def _problems(checkpoint: Path, files: Mapping[str, FileDigest], seen: Seen, *, contents: bool) -> list[str]:
     if (problems := list(_wrong_sizes(checkpoint, files))) or not contents:
         return problems
     try:
-        read = file_digests(checkpoint, files)
+        read = file_digests(checkpoint, files, seen)
     except OSError as error:
         return [f"{error.filename}: {error.strerror}"]
     return [f"{name}: its checksum differs" for name in files if read[name] != files[name]]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slimrl.checkpoints.digests import Seen, not_shown
 from slimrl.config.load import LoadedRecipe, is_needed
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema.recipe import Recipe
@@ -98,13 +99,15 @@ def check_run(loaded: LoadedRecipe, *, resume: bool, overwrite: bool) -> None:
             check_critic(found.path, recipe)
 
 
-def resume_point(folder: RunFolder, recipe: Recipe, *, contents: bool) -> WholeCheckpoint | None:
-    """The newest checkpoint of a run, or None; `contents` as for `check_checkpoint`.
+def resume_point(
+    folder: RunFolder, recipe: Recipe, *, contents: bool, seen: Seen = not_shown
+) -> WholeCheckpoint | None:
+    """The newest checkpoint of a run, or None; `contents` and `seen` as for `check_checkpoint`.
 
     Raises:
         ValueError: the checkpoint is damaged, of another model, or of a run that is complete.
     """
-    found = newest_checkpoint(CheckpointFolder(folder.checkpoints), contents=contents)
+    found = newest_checkpoint(CheckpointFolder(folder.checkpoints), contents=contents, seen=seen)
     if found is None:
         return None
     check_checkpoint_model(found.path, recipe)

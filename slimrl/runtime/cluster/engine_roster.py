@@ -39,6 +39,13 @@ class EngineRoster:
         return [address for address in self.addresses if address.name not in others]
 
     @property
+    def counts(self) -> dict[str, float]:
+        """How many engines there are of each kind; may be asked in any thread."""
+        down, fresh, aside = {*self._down}, {*self._fresh} - {*self._down}, {*(self._aside or ())}
+        serving = [one for one in self.addresses if one.name not in down | fresh | aside]
+        return {"serving": len(serving), "evaluating": len(aside), "waiting": len(fresh - aside), "down": len(down)}
+
+    @property
     def need_weights(self) -> bool:
         """Whether no engine serves, and one waits for weights."""
         return bool(self._fresh) and not self._serving

@@ -17,7 +17,7 @@ INNERMOST = 4
 class RankProgress:
     done: int
     total: int
-    """Micro-batches or buckets of the present call"""
+    """Micro-batches, buckets or tensors of the present call"""
     count: int
     """Grows with each of them, over all calls"""
 

@@ -158,7 +158,8 @@ class TrainerActor(RankBatches):
         return writing.finish()
 
     def export_hf(self, directory: Path) -> None:
-        self.worker.export_hf(directory)
+        self._set_progress(0, 0)
+        self.worker.export_hf(directory, self._set_progress)
 
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
         """Release parts of the device memory, which must be restored before they are used."""

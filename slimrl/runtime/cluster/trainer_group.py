@@ -51,6 +51,7 @@ _SHOWN = {
     RankBatches.add_values.__name__: ("values", "micro-batches"),
     RankBatches.accumulate.__name__: ("train", "micro-batches"),
     TrainerActor.resync.__name__: ("resync", "buckets"),
+    TrainerActor.export_hf.__name__: ("export", "tensors"),
 }
 """Methods whose progress is shown: the phase and its unit"""
 _FILES = {
@@ -59,7 +60,7 @@ _FILES = {
     TrainerActor.finish_checkpoint.__name__,
     TrainerActor.export_hf.__name__,
 }
-"""Methods that read or write the whole model, without counting"""
+"""Methods that read or write the whole model"""
 
 
 class TrainerGroup:

@@ -1,6 +1,7 @@
 """Exports the trained model as a Hugging Face checkpoint folder, and its adapters as PEFT's in a subfolder."""
 
 import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,11 @@ class ExportedAdapters:
 
 
 def export_hf(
-    source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, adapters: ExportedAdapters | None = None
+    source: MegatronWeightSource,
+    src_model_dir: Path,
+    out_dir: Path,
+    adapters: ExportedAdapters | None = None,
+    seen: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the source's weights with the configuration, tokenizer and code of `src_model_dir`; all ranks call it.
 
@@ -40,6 +45,9 @@ def export_hf(
     Layers for multi-token prediction that the source lacks are copied from `src_model_dir` (untrained_mtp.py), and so
     are the tensors of a wrapped model's other modalities.
     The folder is written next to `out_dir` and renamed at the end, so it is complete or absent.
+
+    Args:
+        seen: called on rank 0 after each tensor with the numbers of those that are written, and of all.
 
     Raises:
         ValueError: `out_dir` exists.
@@ -51,7 +59,7 @@ def export_hf(
     if exists[0]:
         raise ValueError(f"{out_dir}: exists; an export never overwrites")
     if rank == 0:
-        _write(source, src_model_dir, out_dir, adapters)
+        _write(source, src_model_dir, out_dir, adapters, seen)
     else:
         for each in (source, *([adapters.source] if adapters else [])):
             for _ in each.tensors():
@@ -59,7 +67,13 @@ def export_hf(
     dist.barrier()
 
 
-def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, adapters: ExportedAdapters | None) -> None:
+def _write(
+    source: MegatronWeightSource,
+    src_model_dir: Path,
+    out_dir: Path,
+    adapters: ExportedAdapters | None,
+    seen: Callable[[int, int], None],
+) -> None:
     specs, config = list(source.layout()), read_hf_config(src_model_dir)
     with (
         atomic_folder(out_dir) as partial,
@@ -67,7 +81,7 @@ def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, ada
         open_stored(src_model_dir) as stored,
     ):
         carried = UntrainedMtpTensors(reader, config, specs, specs[0].dtype)
-        text, tensors = carried.specs(), carried.tensors(source.tensors())
+        text, tensors = carried.specs(), carried.tensors(_counted(source.tensors(), len(specs), seen))
         weight_map = family_of(config).weight_map(config)
         if weight_map.stacked:
             stacks = stacks_of(weight_map)
@@ -79,6 +93,12 @@ def _write(source: MegatronWeightSource, src_model_dir: Path, out_dir: Path, ada
         copy_other_files(src_model_dir, partial)
         if adapters is not None:
             _write_adapters(adapters, partial / ADAPTER_SUBFOLDER)
+
+
+def _counted[T](tensors: Iterable[T], total: int, seen: Callable[[int, int], None]) -> Iterator[T]:
+    for done, tensor in enumerate(tensors, 1):
+        yield tensor
+        seen(done, total)
 
 
 def _write_adapters(adapters: ExportedAdapters, folder: Path) -> None:

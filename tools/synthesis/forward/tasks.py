@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from slimrl_tools.progress import count_progress
 from slimrl_tools.synthesis.filters import names_one
 from slimrl_tools.synthesis.forward.execution import Call, Executor, PlanFailed
 from slimrl_tools.synthesis.forward.plan import Plan, filled
@@ -56,17 +57,20 @@ class Tasks:
             ValueError: there are not so many; says how many were found, and how the last plan failed.
         """
         found = []
-        for num_steps, share in shares(count, range(1, max_steps + 1)):
-            for number in range(share):
-                task = self._new(num_steps, heldout)
-                if task is None:
-                    what = "held-out tasks" if heldout else "tasks to train on"
-                    why = ", ".join(f"{times} {reason}" for reason, times in self.left_out.most_common(3))
-                    raise ValueError(
-                        f"there are not so many plans: {number} of {share} {what} of {num_steps} calls were found. "
-                        f"Ask for fewer, or for a smaller --depth. Left out were {why or 'none'}.{self._failure}"
-                    )
-                found.append(task)
+        title = "held-out tasks" if heldout else "tasks to train on"
+        with count_progress(title, count, "tasks") as advance:
+            for num_steps, share in shares(count, range(1, max_steps + 1)):
+                for number in range(share):
+                    task = self._new(num_steps, heldout)
+                    if task is None:
+                        what = "held-out tasks" if heldout else "tasks to train on"
+                        why = ", ".join(f"{times} {reason}" for reason, times in self.left_out.most_common(3))
+                        raise ValueError(
+                            f"there are not so many plans: {number} of {share} {what} of {num_steps} calls were found. "
+                            f"Ask for fewer, or for a smaller --depth. Left out were {why or 'none'}.{self._failure}"
+                        )
+                    found.append(task)
+                    advance(1)
         self._rng.shuffle(found)
         return found
 

@@ -1,4 +1,4 @@
-"""A run's folder as the page reads it."""
+"""A run's folder as the page of runs and `slimrl watch` read it."""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ DEFAULTS = dict(flatten(Recipe()))
 class Run:
     folder: RunFolder
     name: str
-    """Name in the page, which differs from those of its other runs"""
+    """Name that differs from those of the runs it is shown with"""
     steps: list[dict[str, Any]]
     """Metrics of each step"""
     starts: list[dict[str, Any]]
@@ -56,14 +56,14 @@ def read_runs(folders: list[Path]) -> list[Run]:
     if doubled := [str(path) for path in set(paths) if paths.count(path) > 1]:
         raise ValueError(f"{', '.join(doubled)}: named twice. Name each run once.")
     return [
-        Run(
-            folder=RunFolder(path),
-            name=name,
-            steps=read_metrics(path / "metrics.jsonl"),
-            starts=_starts(RunFolder(path).provenance),
-        )
+        read_run(path, name, read_metrics(path / "metrics.jsonl"))
         for path, name in zip(paths, short_names(paths), strict=True)
     ]
+
+
+def read_run(path: Path, name: str, steps: list[dict[str, Any]]) -> Run:
+    """A run of which the metrics have been read. Raises ValueError: provenance.json cannot be read."""
+    return Run(folder=RunFolder(path), name=name, steps=steps, starts=_starts(RunFolder(path).provenance))
 
 
 def short_names(paths: list[Path]) -> list[str]:

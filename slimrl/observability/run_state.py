@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slimrl.base.folder_lock import holder_of
-from slimrl.observability.page.run import Run
+from slimrl.observability.now_file import read_now
+from slimrl.observability.run_files import Run
 
 _ENDED = re.compile(r" (?:ERROR|INFO) slimrl\.cli\.exit_codes: (?:failed: )?")
 """Begin of the line of logs/driver.log that says why a command ended"""
@@ -42,6 +43,8 @@ def state(run: Run) -> dict[str, Any]:
         word = "preempted"
     elif run.folder.ended_early.is_file():
         word = "ended before its first step"
+    elif (now := read_now(run.folder.now)) is not None:
+        word, cause = "ended early", f"not running: it was killed, {now.said}"
     elif run.last_step >= steps:
         word, cause = "complete", ""
     elif cause:
