@@ -115,6 +115,9 @@ def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode
         "players": collector.get("agent.players", lambda: load_players(agent.players)),
         "search": load_search(recipe, collector.get, Supplies({SandboxPool: sandbox})),
     }
+    if values["search"] is not None and (roles := values["roles"]):
+        said = f"{agent.environment} has the roles {', '.join(roles)}, and a search is for one. Use off."
+        collector.problems.append(loaded.problem("agent.search.method", said))
     if dialogues is not None:
         chat = dialogues.chat
         collector.get("agent.compaction", lambda: check_summary_request(agent.compaction, chat))
