@@ -91,6 +91,24 @@ def test_algorithms_are_compared_and_results_are_not_measured_again(tmp_path: Pa
     assert out.stat().st_mtime_ns == written
 
 
+def test_noise_in_the_routers_is_accepted_by_the_command_of_the_comparison_alone(tmp_path: Path):
+    write_toy("qwen3_moe", tmp_path / "model", ToySize(layers=2, hidden=64, moe_intermediate=64), seed=0)
+    prompt = {"prompt": "1 + 1", "label": "2"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(prompt) + "\n")
+    recipe = str(BENCHMARKS.parent / "recipes" / "tiny_moe" / "gspo_calculator.yaml")
+    settings = [
+        f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'data.jsonl'}",
+        f"data.eval.heldout={tmp_path / 'data.jsonl'}", "trainer.megatron={moe_input_jitter_eps: 0.03}",
+    ]  # fmt: skip
+    said = []
+    for command in (["-m", "slimrl.cli"], [str(BENCHMARKS / "noisy_slimrl.py")]):
+        words = [sys.executable, *command, "config", "check", recipe, *settings]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=140, check=False)
+        said.append("moe_input_jitter_eps: " in done.stdout + done.stderr)
+    assert said == [True, False]
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.full
 def test_algorithms_are_compared_on_a_model_of_reasoning_gym(tmp_path: Path):
     pytest.importorskip("reasoning_gym")
@@ -144,18 +162,16 @@ class AlwaysRight:
 
 
 @pytest.mark.full
-def test_tasks_of_synthesised_and_of_made_up_questions_are_learned(tmp_path: Path):
-    for name, conversations in {"synthesis": 208, "proposer": 336}.items():
-        folder = tmp_path / name
-        sizes = ("--sft-updates", "21", "--problems", "6", "--conversations", str(conversations))
-        figures = figures_of(
-            "agent_tasks", tmp_path / "task.json", name, "--folder", str(folder), *sizes, *TINY, *SHORT
-        )
-        assert figures["task"] == name
-        assert [step for step, _ in figures["curve"]] == [0, 1]
-        assert all(-1 <= accuracy <= 1 for _, accuracy in figures["curve"])
-        assert len((folder / "data" / "sft.jsonl").read_text().splitlines()) == conversations
-        assert len((folder / "data" / "heldout.jsonl").read_text().splitlines()) == 6
+@pytest.mark.parametrize(("name", "conversations"), [("synthesis", 208), ("proposer", 336)])
+def test_a_task_of_synthesised_or_of_made_up_questions_is_learned(tmp_path: Path, name: str, conversations: int):
+    folder = tmp_path / name
+    sizes = ("--sft-updates", "21", "--problems", "6", "--conversations", str(conversations))
+    figures = figures_of("agent_tasks", tmp_path / "task.json", name, "--folder", str(folder), *sizes, *TINY, *SHORT)
+    assert figures["task"] == name
+    assert [step for step, _ in figures["curve"]] == [0, 1]
+    assert all(-1 <= accuracy <= 1 for _, accuracy in figures["curve"])
+    assert len((folder / "data" / "sft.jsonl").read_text().splitlines()) == conversations
+    assert len((folder / "data" / "heldout.jsonl").read_text().splitlines()) == 6
 
 
 @pytest.mark.full

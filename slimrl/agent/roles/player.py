@@ -54,6 +54,8 @@ def refuse_unknown_players(prompts: Sequence[Prompt], agent: AgentConfig, roles:
         roles: those that the environment's class says it has; none if it does not say.
     """
     known, problems = agent.player_names, []
+    # An evaluation without `--past` says what is missing itself.
+    others = () if len(known) > 1 else (PAST,)
     for prompt in prompts if len(known) > 1 or roles else ():
         named = prompt.metadata.get(PLAYERS, {})
         if not isinstance(named, dict):
@@ -65,7 +67,7 @@ def refuse_unknown_players(prompts: Sequence[Prompt], agent: AgentConfig, roles:
                     f"{prompt.source}: metadata.{PLAYERS}.{role}: {agent.environment} has no role {role}; it has "
                     f"{', '.join(roles)}.{suggestion(role, roles)}"
                 )
-            if name not in known:
+            if name not in (*known, *others):
                 meant = suggestion(str(name), known)
                 problems.append(
                     f"{prompt.source}: metadata.{PLAYERS}.{role} is {name!r}; there are {', '.join(known)}.{meant}"
