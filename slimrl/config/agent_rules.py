@@ -196,7 +196,8 @@ def sandbox_violations(recipe: Recipe) -> Iterator[Violation]:
         yield (
             "agent.sandbox.max_sessions",
             f"{sandbox.max_sessions}: trajectories keep their sessions, {num_sessions} at a time with "
-            f"rollout.max_concurrency_per_engine{searched}, and others would wait in vain. Use {num_sessions}{instead}.",
+            f"rollout.max_concurrency_per_engine{searched}, and others would wait in vain. "
+            f"Use {num_sessions}{instead}.",
         )
     runs_code = any(path.startswith(SANDBOX_TOOLS) for path in recipe.agent.tools)
     if runs_code and sandbox.limits.wall_s >= timeout_s:

@@ -14,7 +14,8 @@ def most_environments(recipe: Recipe) -> int:
     """How many environments a trajectory has open at once, at most: 1 without a search.
 
     While turns are tried in some states, these are open, the states that the turns lead to, and the plain episodes from
-    there; a deterministic run has one such episode at a time. `mcts` also keeps the states from which it has not gone on.
+    there; a deterministic run has one such episode at a time. `mcts` also keeps the states from which it has not gone
+    on.
     """
     search = recipe.agent.search
     if search.method is SearchMethod.off:

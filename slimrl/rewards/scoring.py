@@ -77,8 +77,8 @@ def _refuse_unknown_roles(named: Collection[str], known: Collection[str]) -> Non
     if unknown := sorted(set(named) - set(known)):
         said = f"the episode has {', '.join(sorted(known))}" if known else "the episode has no roles"
         raise ValueError(
-            f"by_role names {', '.join(unknown)}, and {said}.{suggestion(unknown[0], known)} If an episode may end before "
-            "a role is asked, name it in ROLES of the environment's class or in agent.roles."
+            f"by_role names {', '.join(unknown)}, and {said}.{suggestion(unknown[0], known)} If an episode may end "
+            "before a role is asked, name it in ROLES of the environment's class or in agent.roles."
         )
 
 

@@ -386,8 +386,8 @@ def test_roles_and_players_of_prompts_that_there_are_not_are_refused_with_their_
     file = tmp_path / "bids.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert refuse_unknown_players(read_prompts(file), agent, roles) == [
-        f"{file}:2: metadata.players.lefft: integration.test_roles:Named has no role lefft; it has left, right. Did you "
-        "mean left?",
+        f"{file}:2: metadata.players.lefft: integration.test_roles:Named has no role lefft; it has left, right. Did "
+        "you mean left?",
         f"{file}:3: metadata.players.right is 'bold'; there are policy.",
     ]
     # A class that says nothing of its roles may have any, and other tasks may have something else of that name.

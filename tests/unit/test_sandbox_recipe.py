@@ -143,8 +143,8 @@ def test_a_task_that_asks_for_no_sandbox_needs_none(monkeypatch, tmp_path):
 
 BEAM = "{method: beam, width: 3, beam: 2, rollouts: 1}"
 SEARCHED = (
-    "2688 at a time with rollout.max_concurrency_per_engine, each up to 14 environments of its search, and others would "
-    "wait in vain. Use 2688 or more, or a lower rollout.max_concurrency_per_engine."
+    "2688 at a time with rollout.max_concurrency_per_engine, each up to 14 environments of its search, and others "
+    "would wait in vain. Use 2688 or more, or a lower rollout.max_concurrency_per_engine."
 )
 """The 2 states that were kept, 6 that their turns lead to, and a plain episode from each of these, 192 times"""
 

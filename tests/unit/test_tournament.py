@@ -155,7 +155,9 @@ def test_an_anchor_and_further_checkpoints_can_be_named_and_an_export_of_a_kept_
         with pytest.raises(ValueError, match=said):
             play(run, others=[given])
     write_config(other, layers=3)
-    with pytest.raises(ValueError, match=r"--checkpoint .*other: another model than .*num_layers is 3 there and 4 here"):
+    with pytest.raises(
+        ValueError, match=r"--checkpoint .*other: another model than .*num_layers is 3 there and 4 here"
+    ):
         play(run, others=[f"mine={other}"])
 
 
@@ -180,7 +182,9 @@ def test_what_cannot_be_played_is_refused(parts: Parts, run: Path, tmp_path: Pat
 
 
 def test_seats_that_nobody_can_take_are_refused_before_anything_starts(parts: Parts, run: Path):
-    with pytest.raises(ValueError, match=r"--seats: there is no role whit; roles are black, white. Did you mean white\?"):
+    with pytest.raises(
+        ValueError, match=r"--seats: there is no role whit; roles are black, white. Did you mean white\?"
+    ):
         play(run, seats="black,whit")
     # What the environment's class says comes before what was played.
     parts.roles = ("black", "white", "judge")
@@ -190,6 +194,8 @@ def test_seats_that_nobody_can_take_are_refused_before_anything_starts(parts: Pa
         prompt_id="t", messages=[], label=None, metadata={"opponents": {"white": "optimal"}}, source="games.jsonl:4"
     )
     parts.prompts = [*PROMPTS, taken]
-    with pytest.raises(ValueError, match=r"games.jsonl:4: metadata.opponents gives the seat white to optimal.*NAME=FILE"):
+    with pytest.raises(
+        ValueError, match=r"games.jsonl:4: metadata.opponents gives the seat white to optimal.*NAME=FILE"
+    ):
         play(run)
     assert not parts.started

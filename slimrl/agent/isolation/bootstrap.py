@@ -4,8 +4,8 @@ The first line of its input is JSON: `slimrl`, the folder of that package, `path
 `light`, whether slimrl.api shall need no package, `call`, the import path of the function, and `arguments`.
 
 The output is one line of JSON: `{"result": ...}` with what the function returned, or `null` there when it calls its
-argument `ready`, which it gets if it has one; else `{"problem": ...}`, what went wrong. All else that is printed goes to
-standard error.
+argument `ready`, which it gets if it has one; else `{"problem": ...}`, what went wrong. All else that is printed goes
+to standard error.
 """
 
 import importlib
