@@ -205,7 +205,7 @@ def test_searches_are_compared_and_their_paths_are_learned_from(tmp_path: Path, 
         "reward.parts.exact_match.function=rewards_of_test:AlwaysRight",
     )
     figures = figures_of(
-        "search_methods", tmp_path / "out.json", "search", *sizes, *methods, "rollout.max_turns=2", *SHORT, *settings
+        "search_methods", tmp_path / "out.json", "search", *methods, *sizes, "rollout.max_turns=2", *SHORT, *settings
     )
     assert figures.keys() == {"task", "sample", "best_of_2", "mcts_4", "after paths", "after samples"}
     assert all(one["low"] == one["accuracy"] == one["high"] == 1 for name, one in figures.items() if name != "task")
