@@ -200,6 +200,7 @@ def run_steps(trajectories: int, ranks: int, steps: int, meter: Meter, where: Pa
     task: Any = SimpleNamespace(
         rewards=rewards, group_filters=[], train={"train": prompts}, eval_sets={},
         sandbox=SimpleNamespace(close=episodes.stop),
+        roles=(),
     )  # fmt: skip
     engines, workers, preemption = NamedEngine(), episodes, SimpleNamespace(asked=False, check=lambda: None)
     progress, folder = Progress(steps, Console(quiet=True)), open_run_folder(where, recipe.run.name, "", resume=False)

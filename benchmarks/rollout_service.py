@@ -80,6 +80,7 @@ def task_of(recipe: Recipe) -> Task:
         dialogues=dialogues_of_policy(),
         tools=tools,
         environment=partial(ToolEnvironment, tools, recipe.agent, recipe.rollout.tool_timeout_s),
+        roles=(),
         episode_loop=run_turns,
         agent=None,
         summary_rule=None,

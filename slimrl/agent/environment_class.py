@@ -50,11 +50,16 @@ def check_made(path: str, make: Callable[..., Any], arguments: Mapping[str, Any]
         raise ValueError(f"{path}: cannot be made with {said}: {error}") from error
 
 
-def check_roles(path: str, make: Any, named: Iterable[str]) -> None:
-    """Raises ValueError: the class says its roles, in `ROLES`, and one that the recipe names is none of them."""
-    known = getattr(make, "ROLES", None)
-    if known is not None and (unknown := sorted(set(named) - set(known))):
+def check_roles(path: str, make: Any, named: Iterable[str]) -> tuple[str, ...]:
+    """The roles that the class says it has, in `ROLES`; none if it does not say.
+
+    Raises:
+        ValueError: one that the recipe names is none of them.
+    """
+    known = tuple(getattr(make, "ROLES", ()))
+    if known and (unknown := sorted(set(named) - set(known))):
         raise ValueError(f"{path}: has no role {', '.join(unknown)}; it has {', '.join(known)}")
+    return known
 
 
 def check_arguments(path: str, make: Any, arguments: Mapping[str, Any]) -> None:

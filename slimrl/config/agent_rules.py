@@ -16,6 +16,7 @@ from slimrl.config.problems import Violation, suggestion
 from slimrl.config.schema.agent import PAST, POLICY, AgentConfig, HistoryMode, IsolationMode, SandboxBackend
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.types import MODULE_FUNCTION
+from slimrl.config.search_rules import most_environments
 
 TOOL_PROMPTS = ("deepseek_v3", "deepseek_v31", "deepseek_v32")
 """Published prompts that tell a model its tools (slimrl/agent/chat/tool_prompts.py)"""
@@ -184,14 +185,19 @@ def sandbox_violations(recipe: Recipe) -> Iterator[Violation]:
     sandbox, timeout_s = recipe.agent.sandbox, recipe.rollout.tool_timeout_s
     with_sessions = [path for path in recipe.agent.tools if path in SESSION_TOOLS]
     with_sessions += [path for path in SESSION_ENVIRONMENTS if path == recipe.agent.environment]
-    num_sessions = len(with_sessions) * recipe.rollout.max_concurrency_per_engine * recipe.rollout.most_engines
+    num_trajectories = recipe.rollout.max_concurrency_per_engine * recipe.rollout.most_engines
+    num_branches = most_environments(recipe)
+    num_sessions = len(with_sessions) * num_trajectories * num_branches
     if with_sessions and sandbox.backend in WITHOUT_SESSIONS:
         yield "agent.sandbox.backend", f"{sandbox.backend.value} has no sessions, which {with_sessions[0]} needs."
     elif num_sessions > sandbox.max_sessions:
+        searched = f", each up to {num_branches} environments of its search" if num_branches > 1 else ""
+        instead = " or more, or a lower rollout.max_concurrency_per_engine" if num_branches > 1 else ""
         yield (
             "agent.sandbox.max_sessions",
             f"{sandbox.max_sessions}: trajectories keep their sessions, {num_sessions} at a time with "
-            f"rollout.max_concurrency_per_engine, and others would wait in vain. Use {num_sessions}.",
+            f"rollout.max_concurrency_per_engine{searched}, and others would wait in vain. "
+            f"Use {num_sessions}{instead}.",
         )
     runs_code = any(path.startswith(SANDBOX_TOOLS) for path in recipe.agent.tools)
     if runs_code and sandbox.limits.wall_s >= timeout_s:

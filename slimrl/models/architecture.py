@@ -1,6 +1,7 @@
 """What a training checkpoint says of its model, compared with the model that loads it. Torch-free."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema.trainer import LoraConfig
 from slimrl.models.family import family_of
+from slimrl.models.hf_config import read_hf_config
 from slimrl.models.megatron_config import MegatronModelConfig
 
 FACTS_FILE = "checkpoint.json"
@@ -57,13 +59,39 @@ def check_architecture(directory: Path, current: dict[str, Any]) -> None:
     """Raises ValueError naming every difference between `current` and the architecture of the checkpoint."""
     saved = {name: value for name, value in ADDED_FACTS.items() if name in current}
     saved |= read_facts(directory)["architecture"]
-    missing = object()
-    different = [name for name in sorted({*saved, *current}) if saved.get(name, missing) != current.get(name, missing)]
+    different = _differences(saved, current)
     if different:
-        found = "; ".join(
-            f"{name} is {saved.get(name, 'absent')} there and {current.get(name, 'absent')} here" for name in different
-        )
+        found = "; ".join(different.values())
         if all(name.startswith("lora_") for name in different):
             instead = "Give the trainer.lora of the run that saved it, or take that run's export."
             raise ValueError(f"{directory}: a checkpoint with other adapters: {found}. {instead}")
         raise ValueError(f"{directory}: a checkpoint of another model: {found}")
+
+
+def refuse_another_model(option: str, path: Path, model: Path) -> None:
+    """
+    Args:
+        option: of a command, for the message.
+        path: Hugging Face checkpoint folder of the option.
+        model: that of the model whose engines are to load it.
+
+    Raises:
+        ValueError: the two have different architectures, or `path` has one that is not supported.
+    """
+    try:
+        different = _differences(architecture_of(read_hf_config(path)), architecture_of(read_hf_config(model)))
+    except ValueError as error:
+        raise ValueError(f"{option} {path}: {error}") from error
+    if different:
+        found = "; ".join(different.values())
+        raise ValueError(f"{option} {path}: another model than {model}, whose engines cannot load it: {found}.")
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
+    """What is said of each fact that differs, by the fact's name."""
+    missing = object()
+    return {
+        name: f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+        for name in sorted({*there, *here})
+        if there.get(name, missing) != here.get(name, missing)
+    }

@@ -1,11 +1,12 @@
 """Reward functions, and how they score a trajectory."""
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slimrl.base.threads import call_task_code
+from slimrl.config.problems import suggestion
 from slimrl.data.prompt import Prompt
 from slimrl.data.roles import trained_roles
 from slimrl.data.trajectory import Status, Trajectory
@@ -37,15 +38,20 @@ class Score:
 RewardFunction = Callable[[Trajectory, Prompt], Reward | Score | Awaitable[Reward | Score]]
 
 
-async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction, timeout_s: float) -> None:
+async def score(
+    trajectory: Trajectory, prompt: Prompt, function: RewardFunction, timeout_s: float, roles: Collection[str] = ()
+) -> None:
     """Set the reward of a trajectory, its named parts, and what a Score gives; a failed trajectory keeps its NaN.
 
     A synchronous function runs in its own thread, so a slow one blocks neither the episodes nor the end of the run.
 
+    Args:
+        roles: those that there are besides the episode's own, such as one that was not asked in it.
+
     Raises:
         TimeoutError: no reward within `timeout_s`.
-        ValueError: the function returned something else than finite numbers, or a list that has not one entry for each
-            turn.
+        ValueError: the function returned something else than finite numbers, a list that has not one entry for each
+            turn, or a role that there is not.
         TaskCodeExited: the function called sys.exit(), for example.
     """
     if trajectory.status is Status.failed:
@@ -54,6 +60,7 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
     by_role: Mapping[str, float] = {}
     if isinstance(value, Score):
         by_role = {part_name(role): finite_number(one, f"by_role of {role}") for role, one in value.by_role.items()}
+        _refuse_unknown_roles(by_role, {*trajectory.metadata.get("roles", {}), *roles})
         _set_turns(trajectory, value)
         parts, value = dict(value.parts or {}), value.reward
         trajectory.rewards = {part_name(name): finite_number(part, name) for name, part in parts.items()}
@@ -64,6 +71,15 @@ async def score(trajectory: Trajectory, prompt: Prompt, function: RewardFunction
     else:
         trajectory.reward = finite_number(value, "reward")
     trajectory.role_rewards = {role: by_role.get(role, trajectory.reward) for role in trained_roles(trajectory)}
+
+
+def _refuse_unknown_roles(named: Collection[str], known: Collection[str]) -> None:
+    if unknown := sorted(set(named) - set(known)):
+        said = f"the episode has {', '.join(sorted(known))}" if known else "the episode has no roles"
+        raise ValueError(
+            f"by_role names {', '.join(unknown)}, and {said}.{suggestion(unknown[0], known)} If an episode may end "
+            "before a role is asked, name it in ROLES of the environment's class or in agent.roles."
+        )
 
 
 def _set_turns(trajectory: Trajectory, given: Score) -> None:

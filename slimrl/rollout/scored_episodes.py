@@ -56,12 +56,16 @@ class Workers(Runner, Protocol):
 class ScoredEpisodes:
     """Runs episodes and adds rewards, credit and the teacher's log-probs. Used on the event loop of the episodes."""
 
-    def __init__(self, recipe: Recipe, rewards: Rewards, runner: Runner, engine: Engine) -> None:
+    def __init__(
+        self, recipe: Recipe, rewards: Rewards, runner: Runner, engine: Engine, roles: Sequence[str] = ()
+    ) -> None:
         """
         Args:
             engine: its session of a trajectory is closed when the episode has ended.
+            roles: those that the environment's class says it has.
         """
         self._recipe, self._rewards, self._runner, self._engine = recipe, rewards, runner, engine
+        self._roles = {*roles, *recipe.agent.roles}
 
     async def run(self, trajectory_id: str, prompt: Prompt, sampling: SamplingConfig) -> Trajectory:
         """A trajectory with its own reward and, where the recipe needs them, the states of its turns."""
@@ -73,7 +77,7 @@ class ScoredEpisodes:
             try:
                 with SPANS("reward"):
                     timeout_s = self._recipe.rollout.trajectory_timeout_s
-                    await score(trajectory, prompt, self._rewards.function, timeout_s)
+                    await score(trajectory, prompt, self._rewards.function, timeout_s, self._roles)
                 if not trajectory_id.startswith(EVALUATION):
                     if tree is not None and self._recipe.algorithm.given_by_turn:
                         _take_search_tree(trajectory, tree)

@@ -89,7 +89,7 @@ class RolloutStage:
         self._turn_logs = TurnLogs() if recipe.rollout.spans_steps else None
         """Turn logs of the episodes of groups that may outlive a step, where no worker has them"""
         self._runner = workers or task.episode_runner(recipe, engine, self._turn_logs, past)
-        self.episodes = ScoredEpisodes(recipe, task.rewards, self._runner, engine)
+        self.episodes = ScoredEpisodes(recipe, task.rewards, self._runner, engine, task.roles)
         self._teacher, self._scorer = teacher, scorer
         self._scoring = ScoringTimes()
         self._lag = LoopLag()

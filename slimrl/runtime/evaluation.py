@@ -22,6 +22,7 @@ from slimrl.evaluation.items import Items
 from slimrl.evaluation.record import checkpoint_files, describe, open_record
 from slimrl.evaluation.result import SetResult, set_result
 from slimrl.evaluation.tables import print_results
+from slimrl.models.architecture import refuse_another_model
 from slimrl.observability.progress import Progress
 from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.start import logs_of_command, prepare, rollout_stage, started
@@ -51,6 +52,7 @@ def evaluate(
     settings_of_past = []
     if past is not None:
         _refuse_other_folder("--past", recipe=path, checkpoint=past)
+        refuse_another_model("--past", past, checkpoint)
         settings_of_past.append("agent.past_versions.every_steps=1")
     with Progress(1) as progress:
         read = partial(load_task, train=False, evaluate=True)

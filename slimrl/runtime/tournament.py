@@ -17,12 +17,14 @@ from pathlib import Path
 from slimrl.agent.roles.player import PLAYERS
 from slimrl.base.atomic import write_whole
 from slimrl.base.output_file import check_output_file
+from slimrl.config.problems import suggestion
 from slimrl.config.schema.agent import PAST, POLICY
 from slimrl.data.prompt import Prompt
 from slimrl.data.roles import outcome
 from slimrl.data.trajectory import Trajectory
 from slimrl.evaluation.ratings import PairResult, Rating, ratings
 from slimrl.evaluation.tables import print_ratings
+from slimrl.models.architecture import refuse_another_model
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import CHECKPOINT_NAME, RunFolder
@@ -34,6 +36,8 @@ from slimrl.runtime.start import logs_of_command, prepare, rollout_stage, starte
 
 EXPORT = "export"
 """Name of a run's export among the players"""
+OPPONENTS = "opponents"
+"""Key of a prompt's metadata by which environments of games give seats to opponents of their own"""
 
 
 def tournament(
@@ -68,11 +72,14 @@ def tournament(
     versions = versions_of(folder, others)
     if not versions:
         raise ValueError(f"{run}: neither older versions nor an export; name checkpoints with --checkpoint NAME=DIR.")
+    first = next(iter(versions.values()))
+    for text in others:
+        refuse_another_model("--checkpoint", Path(text.partition("=")[2]), first)
     roles = _seats(folder, seats)
     target = json_file or run / "tournament.json"
     check_output_file("--json-file", target)
     settings = [
-        f"model.path={next(iter(versions.values()))}",
+        f"model.path={first}",
         f"agent.past_versions.every_steps={int(len(versions) > 1)}",
     ]
     with Progress(1) as progress:
@@ -82,6 +89,7 @@ def tournament(
         names = [*versions, *recipe.agent.players]
         anchor = names[0] if anchor is None else anchor
         _refuse_names(names, anchor)
+        _refuse_seats(roles, task.roles or _roles_played(folder), prompts)
         logs = logs_of_command(recipe.run.dir, "tournament", loaded)
         with ExitStack() as opened:
             processes = opened.enter_context(
@@ -185,17 +193,39 @@ def _older(folder: Path) -> Iterator[Path]:
 
 
 def _seats(folder: RunFolder, given: str | None) -> tuple[str, str]:
-    if given is not None:
-        roles = [role.strip() for role in given.split(",")]
-    else:
-        lines = (line for path in sorted(folder.trajectories.glob("step_*.jsonl")) for line in path.open())
-        roles = sorted({role for line in lines for role in json.loads(line)["metadata"].get("roles", {})})
-    if len(set(roles)) != 2:
-        said = "--seats" if given is not None else f"{folder.trajectories}"
+    roles = _roles_played(folder) if given is None else [role.strip() for role in given.split(",")]
+    if len(roles) != 2 or roles[0] == roles[1]:
+        said = f"{folder.trajectories}" if given is None else f"--seats {given}"
         raise ValueError(
-            f"{said}: {len(roles)} roles ({', '.join(roles)}), and a game has two seats. Give --seats A,B."
+            f"{said}: {len(set(roles))} roles ({', '.join(roles)}), and a game has two seats. Give --seats A,B."
         )
     return roles[0], roles[1]
+
+
+def _roles_played(folder: RunFolder) -> list[str]:
+    """The roles of the trajectories that a run wrote, sorted."""
+    lines = (line for path in sorted(folder.trajectories.glob("step_*.jsonl")) for line in path.open())
+    return sorted({role for line in lines for role in json.loads(line)["metadata"].get("roles", {})})
+
+
+def _refuse_seats(seats: tuple[str, str], known: Sequence[str], prompts: Sequence[Prompt]) -> None:
+    """
+    Args:
+        known: the roles of the environment; empty if nothing says them.
+
+    Raises:
+        ValueError: a seat is none of them, or has an opponent of the environment's own in a prompt.
+    """
+    if known and (unknown := [seat for seat in seats if seat not in known]):
+        meant = suggestion(unknown[0], known)
+        raise ValueError(f"--seats: there is no role {unknown[0]}; roles are {', '.join(known)}.{meant}")
+    for prompt in prompts:
+        named = prompt.metadata.get(OPPONENTS)
+        if isinstance(named, dict) and (taken := [seat for seat in seats if seat in named]):
+            raise ValueError(
+                f"{prompt.source}: metadata.{OPPONENTS} gives the seat {taken[0]} to {named[taken[0]]}, so that the "
+                "players cannot have it. Give prompts in which nobody else has a seat, with data.eval.NAME=FILE."
+            )
 
 
 def _refuse_names(names: Sequence[str], anchor: str) -> None:

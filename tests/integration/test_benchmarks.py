@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from broken_package import METADATA, write_tasks
 from sandboxes import needs_namespaces
+from slimrl_tools.toy.search_data import write_search_data
 from slimrl_tools.toy.toy import ToySize, write_toy
 from venvs import environment_python
 
+from slimrl.observability.metrics import read_metrics
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -89,6 +91,24 @@ def test_algorithms_are_compared_and_results_are_not_measured_again(tmp_path: Pa
     assert out.stat().st_mtime_ns == written
 
 
+def test_noise_in_the_routers_is_accepted_by_the_command_of_the_comparison_alone(tmp_path: Path):
+    write_toy("qwen3_moe", tmp_path / "model", ToySize(layers=2, hidden=64, moe_intermediate=64), seed=0)
+    prompt = {"prompt": "1 + 1", "label": "2"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(prompt) + "\n")
+    recipe = str(BENCHMARKS.parent / "recipes" / "tiny_moe" / "gspo_calculator.yaml")
+    settings = [
+        f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'data.jsonl'}",
+        f"data.eval.heldout={tmp_path / 'data.jsonl'}", "trainer.megatron={moe_input_jitter_eps: 0.03}",
+    ]  # fmt: skip
+    said = []
+    for command in (["-m", "slimrl.cli"], [str(BENCHMARKS / "noisy_slimrl.py")]):
+        words = [sys.executable, *command, "config", "check", recipe, *settings]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=140, check=False)
+        said.append("moe_input_jitter_eps: " in done.stdout + done.stderr)
+    assert said == [True, False]
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.full
 def test_algorithms_are_compared_on_a_model_of_reasoning_gym(tmp_path: Path):
     pytest.importorskip("reasoning_gym")
@@ -107,6 +127,13 @@ def test_algorithms_are_compared_on_a_model_of_reasoning_gym(tmp_path: Path):
     assert plot.stat().st_size > 10_000
 
 
+TINY = (
+    "steps=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.num_engines=1",
+    "algorithm.skip_zero_variance=false",
+)  # fmt: skip
+SHORT = ("rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=8")
+
+
 @pytest.mark.full
 @needs_namespaces
 @pytest.mark.parametrize("task", ["python", "search"])
@@ -114,10 +141,7 @@ def test_a_task_with_tools_is_learned_from_nothing_and_what_is_there_is_not_made
     out, plot = tmp_path / "task.json", tmp_path / "curve.png"
     arguments = [
         task, "--folder", str(tmp_path / "task"), "--sft-updates", "21", "--problems", "8",
-        "--conversations", "336", "--plot", str(plot),
-        "steps=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.num_engines=1",
-        "rollout.sampling.max_new_tokens=8", "rollout.eval_sampling.max_new_tokens=8",
-        "algorithm.skip_zero_variance=false",
+        "--conversations", "336", "--plot", str(plot), *TINY, *SHORT,
     ]  # fmt: skip
     curve = figures_of("agent_tasks", out, *arguments)["curve"]
     assert [step for step, _ in curve] == [0, 1]
@@ -125,6 +149,72 @@ def test_a_task_with_tools_is_learned_from_nothing_and_what_is_there_is_not_made
     made = (tmp_path / "task/gspo/export/hf/config.json").stat().st_mtime_ns
     assert figures_of("agent_tasks", out, *arguments)["curve"] == curve
     assert (tmp_path / "task/gspo/export/hf/config.json").stat().st_mtime_ns == made
+
+
+ALWAYS_RIGHT = """
+class AlwaysRight:
+    def __init__(self, answer_in):
+        pass
+
+    def __call__(self, trajectory, prompt):
+        return 1.0
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "conversations"), [("synthesis", 208), ("proposer", 336)])
+def test_a_task_of_synthesised_or_of_made_up_questions_is_learned(tmp_path: Path, name: str, conversations: int):
+    folder = tmp_path / name
+    sizes = ("--sft-updates", "21", "--problems", "6", "--conversations", str(conversations))
+    figures = figures_of("agent_tasks", tmp_path / "task.json", name, "--folder", str(folder), *sizes, *TINY, *SHORT)
+    assert figures["task"] == name
+    assert [step for step, _ in figures["curve"]] == [0, 1]
+    assert all(-1 <= accuracy <= 1 for _, accuracy in figures["curve"])
+    assert len((folder / "data" / "sft.jsonl").read_text().splitlines()) == conversations
+    assert len((folder / "data" / "heldout.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "environment"), [("kuhn_poker", "open_spiel"), ("tic_tac_toe", "open_spiel"), ("textarena", "textarena")]
+)
+def test_a_game_is_learned_against_itself(tmp_path: Path, name: str, environment: str):
+    environment_python(environment)
+    folder = tmp_path / name
+    sizes = ("--sft-updates", "21", "--problems", "6", "rollout.max_turns=2")
+    figures = figures_of("agent_tasks", tmp_path / "task.json", name, "--folder", str(folder), *sizes, *TINY)
+    assert [step for step, _ in figures["curve"]] == [0, 1]
+    # Who is paid what is a game's own; nobody wins more than the two chips that are at stake in Kuhn poker.
+    assert all(-2 <= paid <= 2 for _, paid in figures["curve"])
+    (step,) = (one for one in read_metrics(folder / "gspo" / "metrics.jsonl") if one["step"] == 1)
+    assert {f"reward/role/player_{seat}" for seat in (0, 1)} & step.keys()
+
+
+@pytest.mark.full
+def test_searches_are_compared_and_their_paths_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "task"
+    write_search_data(folder / "data", seed=0, num_train=8, num_heldout=4, num_conversations=8)
+    text = folder / "data" / "sft.jsonl"
+    write_toy("qwen3_moe", folder / "sft" / "export" / "hf", ToySize(layers=2, max_position=1024), seed=0, text=text)
+    (tmp_path / "rewards_of_test.py").write_text(ALWAYS_RIGHT)
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--folder", str(folder), "--problems", "4", "--questions", "16", "--updates", "21")
+    methods = ("--methods", "sample", "best_of_2", "mcts_4")
+    settings = (
+        f"agent.tool_args.corpus={folder / 'data' / 'corpus.jsonl'}",
+        "reward.parts.exact_match.function=rewards_of_test:AlwaysRight",
+    )
+    figures = figures_of(
+        "search_methods", tmp_path / "out.json", "search", *methods, *sizes, "rollout.max_turns=2", *SHORT, *settings
+    )
+    assert figures.keys() == {"task", "sample", "best_of_2", "mcts_4", "after paths", "after samples"}
+    assert all(one["low"] == one["accuracy"] == one["high"] == 1 for name, one in figures.items() if name != "task")
+    # A search samples at least its width of turns where a sample takes one.
+    assert figures["best_of_2"]["tokens"] > 2 * figures["sample"]["tokens"]
+    assert figures["after paths"]["conversations"] == 16
+    assert figures["after samples"]["conversations"] % 16 == 0
+    assert_positive(figures["after paths"]["sampled"], figures["after samples"]["sampled"])
+    assert (folder / "search" / "search.png").stat().st_size > 10_000
 
 
 @pytest.mark.full

@@ -77,6 +77,7 @@ def stage_of(recipe: Recipe, logs: Path, engine: Engine | None = None) -> Iterat
         sandbox=sandbox,
         episode_runner=lambda *of: load_episode_code(loaded, sandbox).episode_runner(*of),
         rewards=Rewards(function=total),
+        roles=(),
     )
     with (
         Progress(1) as progress,

@@ -14,7 +14,7 @@ from slimrl.agent.environment import Environment, Observation, Turn
 from slimrl.agent.preview import preview_episode
 from slimrl.agent.roles.debate import Debate
 from slimrl.agent.roles.endpoint import Endpoint
-from slimrl.agent.roles.player import load_players
+from slimrl.agent.roles.player import load_players, refuse_unknown_players
 from slimrl.agent.roles.writer_critic import WriterCritic
 from slimrl.agent.sandbox.pool import SandboxPool
 from slimrl.agent.tools import ToolBox, ToolsUnavailable
@@ -29,12 +29,13 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.rollout import SamplingConfig
 from slimrl.data.packing import pack
 from slimrl.data.prompt import Prompt
+from slimrl.data.prompts import read_prompts
 from slimrl.data.trajectory import Status, Trajectory, from_json, to_json
 from slimrl.rewards.environment import role_returns
 from slimrl.rewards.math import boxed_equivalent
 from slimrl.rewards.scoring import Score, score
 from slimrl.rewards.texts import own_texts
-from slimrl.rollout.task.environment import load_environment
+from slimrl.rollout.task.environment import declared_roles, load_environment
 from slimrl.runtime.past_versions import against_past
 
 pytestmark = pytest.mark.integration
@@ -371,6 +372,42 @@ def test_a_role_that_an_environment_has_not_is_refused_before_the_start():
     agent.environment_isolation = IsolationMode.process
     with pytest.raises(ValueError, match="has no role lefft; it has left, right"):
         load_environment(Recipe(agent=agent), ToolBox([]), SandboxPool(agent.sandbox))
+
+
+@pytest.mark.parametrize("isolation", [IsolationMode.loop, IsolationMode.process])
+def test_roles_and_players_of_prompts_that_there_are_not_are_refused_with_their_lines(isolation, tmp_path):
+    agent = AgentConfig(environment="integration.test_roles:Named", environment_isolation=isolation)
+    roles = declared_roles(agent, load_environment(Recipe(agent=agent), ToolBox([]), SandboxPool(agent.sandbox)))
+    lines = [
+        {"prompt": "a", "label": "", "metadata": {"players": {"left": "policy", "right": "past"}}},
+        {"prompt": "b", "label": "", "metadata": {"players": {"lefft": "policy"}}},
+        {"prompt": "c", "label": "", "metadata": {"players": {"right": "bold"}}},
+    ]
+    file = tmp_path / "bids.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert refuse_unknown_players(read_prompts(file), agent, roles) == [
+        f"{file}:2: metadata.players.lefft: integration.test_roles:Named has no role lefft; it has left, right. Did "
+        "you mean left?",
+        f"{file}:3: metadata.players.right is 'bold'; there are policy.",
+    ]
+    # A class that says nothing of its roles may have any, and other tasks may have something else of that name.
+    assert refuse_unknown_players(read_prompts(file), agent, ()) == []
+
+
+def test_a_reward_of_a_role_that_there_is_not_fails_the_trajectory_and_says_which_there_are():
+    def pay(*roles: str, **paid: float) -> Trajectory:
+        trajectory = auction(3, 2) if "right" in paid else auction(0)
+        function = lambda trajectory, prompt: Score(reward=0.5, by_role=paid)  # noqa: E731
+        asyncio.run(score(trajectory, PROMPT, function, 5.0, roles))
+        return trajectory
+
+    assert pay(left=1.0, right=-1.0).role_rewards == {"left": 1.0, "right": -1.0}
+    with pytest.raises(ValueError, match=r"by_role names lefft, and the episode has left, right\. Did you mean left\?"):
+        pay(lefft=1.0, right=-1.0)
+    # The first bid of 0 lost before the other role was asked.
+    with pytest.raises(ValueError, match=r"by_role names rigt, .* If an episode may end .* name it in ROLES"):
+        pay(left=-1.0, rigt=1.0)
+    assert pay("left", "rigt", left=-1.0, rigt=1.0).role_rewards == {"left": -1.0}
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_trajectories_under_way_are_so_many_times_the_engines(engines: int, at_o
         sandbox=SandboxPool(SandboxConfig()),
         episode_runner=lambda *_: episodes,
         rewards=Rewards(function=lambda trajectory, prompt: 1.0),
+        roles=(),
     )
     prompts = [Prompt(prompt_id=str(index), messages=[], label="") for index in range(5)]
     with (

@@ -229,6 +229,8 @@ async def test_roles_of_an_agent_have_segments_and_rewards_of_their_own_though_t
         wrong_number = {"reward": "1", "by_role": {"white": 5}}
         for wrong in ({"reward": 0, "by_role": [1]}, {"reward": 0, "by_role": {"white": "1"}}, wrong_number):
             assert (await post("/reward", **wrong)).status_code == 400
+        unknown = await post("/reward", reward=0, by_role={"white": 1, "blck": -1})
+        assert (unknown.status_code, "by_role: blck: roles are black, white" in unknown.text) == (400, True)
         refused = await post(messages=[QUESTION], head={"x-slimrl-role": "a b"})
         assert (refused.status_code, "no name of a role" in refused.text) == (400, True)
 

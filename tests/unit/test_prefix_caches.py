@@ -77,6 +77,7 @@ class Task:
 
     sandbox = SandboxPool(SandboxConfig())
     rewards = Rewards(function=lambda trajectory, prompt: 1.0)
+    roles = ()
 
 
 @contextmanager

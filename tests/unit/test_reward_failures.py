@@ -63,7 +63,9 @@ def stage_of(rewards, *, limit=0.1, samples=1, timeout_s=60.0, **settings):
     recipe.rollout.samples_per_prompt = samples
     recipe.rollout.max_failed_fraction = limit
     recipe.reward = RewardConfig(function="task:judge", **settings)
-    task = SimpleNamespace(sandbox=SandboxPool(SandboxConfig()), rewards=rewards, episode_runner=lambda *_: Episodes())
+    task = SimpleNamespace(
+        sandbox=SandboxPool(SandboxConfig()), rewards=rewards, roles=(), episode_runner=lambda *_: Episodes()
+    )
     return RolloutStage(recipe, task, Engine(), Progress(), watch=lambda: None, flush_caches=lambda: None)
 
 

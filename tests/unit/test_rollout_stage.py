@@ -130,6 +130,7 @@ def stage_of(episodes: Episodes, *, watch: Callable[[], None] = lambda: None, **
         sandbox=SandboxPool(SandboxConfig()),
         episode_runner=lambda *_: episodes,
         rewards=Rewards(function=episodes.reward),
+        roles=(),
     )
     return RolloutStage(recipe, task, episodes, episodes, watch=watch, flush_caches=lambda: None)
 
@@ -476,7 +477,7 @@ def test_code_that_ignores_its_end_does_not_keep_the_run_from_ending(monkeypatch
     recipe = Recipe()
     recipe.agent.close_timeout_s = 0.1
     rewards, sandbox = Rewards(function=episodes.reward), SandboxPool(SandboxConfig())
-    task = SimpleNamespace(sandbox=sandbox, episode_runner=lambda *_: episodes, rewards=rewards)
+    task = SimpleNamespace(sandbox=sandbox, episode_runner=lambda *_: episodes, rewards=rewards, roles=())
     stage = RolloutStage(recipe, task, episodes, episodes, watch=lambda: None, flush_caches=lambda: None)
 
     def run():
@@ -507,7 +508,7 @@ def test_the_sandbox_is_closed_with_the_stage_before_which_it_runs_what_a_reward
         return float((await pool.run(Program(code="0.5"))).stdout)
 
     episodes, pool = Episodes(), SandboxPool(SandboxConfig(), Sandbox())
-    task = SimpleNamespace(sandbox=pool, episode_runner=lambda *_: episodes, rewards=Rewards(function=reward))
+    task = SimpleNamespace(sandbox=pool, episode_runner=lambda *_: episodes, rewards=Rewards(function=reward), roles=())
     recipe = Recipe()
     recipe.rollout.samples_per_prompt = 1
     with RolloutStage(recipe, task, episodes, episodes, watch=lambda: None, flush_caches=lambda: None) as stage:

@@ -141,6 +141,14 @@ def test_a_task_that_asks_for_no_sandbox_needs_none(monkeypatch, tmp_path):
     check_sandbox(recipe)
 
 
+BEAM = "{method: beam, width: 3, beam: 2, rollouts: 1}"
+SEARCHED = (
+    "2688 at a time with rollout.max_concurrency_per_engine, each up to 14 environments of its search, and others "
+    "would wait in vain. Use 2688 or more, or a lower rollout.max_concurrency_per_engine."
+)
+"""The 2 states that were kept, 6 that their turns lead to, and a plain episode from each of these, 192 times"""
+
+
 @pytest.mark.parametrize(
     ("override", "key", "said"),
     [
@@ -149,6 +157,7 @@ def test_a_task_that_asks_for_no_sandbox_needs_none(monkeypatch, tmp_path):
         (f"agent.tools=[{TOOLS}:shell]", "agent.sandbox.max_sessions", "Use 192."),
         (f"agent={{tools: [], environment: {REPAIR}}}", "agent.sandbox.max_sessions", "Use 192."),
         (f"agent.tools=[{TOOLS}:shell] rollout.max_engines=3", "agent.sandbox.max_sessions", "Use 576."),
+        (f"agent={{tools: [{TOOLS}:shell], search: {BEAM}}}", "agent.sandbox.max_sessions", SEARCHED),
         (f"agent={{tools: [{TOOLS}:shell], sandbox: {{backend: remote}}}}", "agent.sandbox.backend", "has no sessions"),
         ("agent.sandbox={backend: remote, url: here}", "agent.sandbox.url", "write http://HOST:PORT"),
         ("agent.sandbox={backend: remote, url: http://a:1, all_nodes: true}", "agent.sandbox.all_nodes", "on no node"),

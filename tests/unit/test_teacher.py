@@ -279,6 +279,7 @@ def stage_of(
         sandbox=SandboxPool(SandboxConfig()),
         episode_runner=lambda *_: parts,
         rewards=Rewards(function=lambda trajectory, prompt: 1.0),
+        roles=(),
     )
     teacher = Teacher([engine], slots_per_engine=3, timeout_s=1.0)
     return RolloutStage(recipe, task, parts, parts, watch=lambda: None, flush_caches=lambda: None, teacher=teacher)

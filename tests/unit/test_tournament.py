@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from slimrl_tools.toy.toy_configs import ToySize, toy_config
 
 from slimrl.config.schema.agent import PlayerConfig
 from slimrl.config.schema.recipe import Recipe
@@ -25,6 +26,7 @@ class Parts:
     def __init__(self) -> None:
         self.recipe = Recipe()
         self.recipe.agent.players = {"bot": PlayerConfig(function="a:b")}
+        self.prompts, self.roles = PROMPTS, ()
         self.started: dict = {}
         self.prepared: tuple = ()
         self.on: dict[str, str] = {}
@@ -61,7 +63,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
 
     def prepare(path, overrides, name, progress, read, **more):
         made.prepared = (path.name, list(overrides), name)
-        return SimpleNamespace(recipe=made.recipe), SimpleNamespace(eval_sets={"a": PROMPTS[:2], "b": PROMPTS[2:]})
+        sets = {"a": made.prompts[:2], "b": made.prompts[2:]}
+        return SimpleNamespace(recipe=made.recipe), SimpleNamespace(eval_sets=sets, roles=made.roles)
 
     @contextmanager
     def started(recipe, folder, progress, **how):
@@ -83,6 +86,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     for path in ("past_versions/step_000000", "past_versions/step_000010", "export/hf", "trajectories"):
         (folder / path).mkdir(parents=True)
+    write_config(folder / "past_versions" / "step_000000")
     (folder / "config.yaml").write_text("")
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 12}\n')
     roles = {"metadata": {"roles": {"white": {}, "black": {}}}}
@@ -91,6 +95,10 @@ def run(tmp_path: Path) -> Path:
     (folder / "trajectories" / "step_000001.parquet").write_bytes(b"PAR1\xff")
     (folder / "trajectories" / "step_000002").mkdir()
     return folder
+
+
+def write_config(folder: Path, **size: int) -> None:
+    (folder / "config.json").write_text(json.dumps({**toy_config("qwen3_moe", ToySize(**size)), "vocab_size": 512}))
 
 
 def play(run: Path, **given) -> dict:
@@ -133,7 +141,7 @@ def test_an_anchor_and_further_checkpoints_can_be_named_and_an_export_of_a_kept_
 ):
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text("{}")
+    write_config(other)
     (run / "metrics.jsonl").write_text('{"step": 10}\n')
     monkeypatch.setitem(STRENGTH, "other", 5)
     report = play(run, others=[f"mine={other}"], anchor="bot")
@@ -146,6 +154,11 @@ def test_an_anchor_and_further_checkpoints_can_be_named_and_an_export_of_a_kept_
     }.items():
         with pytest.raises(ValueError, match=said):
             play(run, others=[given])
+    write_config(other, layers=3)
+    with pytest.raises(
+        ValueError, match=r"--checkpoint .*other: another model than .*num_layers is 3 there and 4 here"
+    ):
+        play(run, others=[f"mine={other}"])
 
 
 def test_what_cannot_be_played_is_refused(parts: Parts, run: Path, tmp_path: Path):
@@ -155,11 +168,34 @@ def test_what_cannot_be_played_is_refused(parts: Parts, run: Path, tmp_path: Pat
         play(tmp_path)
     with pytest.raises(ValueError, match="--anchor step_000001: the players are step_000000, step_000010, export, bot"):
         play(run, anchor="step_000001")
-    with pytest.raises(ValueError, match=r"--seats: 3 roles \(a, b, c\), and a game has two seats"):
+    with pytest.raises(ValueError, match=r"--seats a,b,c: 3 roles \(a, b, c\), and a game has two seats"):
         play(run, seats="a,b,c")
+    with pytest.raises(ValueError, match=r"--seats white,white: 1 roles"):
+        play(run, seats="white,white")
+    assert not parts.started
     parts.seats = ("white",)
     with pytest.raises(ValueError, match="black played in none of 6 games: the environment asked white"):
         play(run)
     (run / "trajectories" / "step_000001.jsonl").unlink()
     with pytest.raises(ValueError, match=r"trajectories: 0 roles .* Give --seats A,B"):
         play(run)
+
+
+def test_seats_that_nobody_can_take_are_refused_before_anything_starts(parts: Parts, run: Path):
+    with pytest.raises(
+        ValueError, match=r"--seats: there is no role whit; roles are black, white. Did you mean white\?"
+    ):
+        play(run, seats="black,whit")
+    # What the environment's class says comes before what was played.
+    parts.roles = ("black", "white", "judge")
+    with pytest.raises(ValueError, match="--seats: there is no role left; roles are black, white, judge"):
+        play(run, seats="left,black")
+    taken = Prompt(
+        prompt_id="t", messages=[], label=None, metadata={"opponents": {"white": "optimal"}}, source="games.jsonl:4"
+    )
+    parts.prompts = [*PROMPTS, taken]
+    with pytest.raises(
+        ValueError, match=r"games.jsonl:4: metadata.opponents gives the seat white to optimal.*NAME=FILE"
+    ):
+        play(run)
+    assert not parts.started

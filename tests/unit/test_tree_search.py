@@ -23,6 +23,7 @@ from slimrl.config.check import check_recipe
 from slimrl.config.schema.agent import AgentConfig
 from slimrl.config.schema.rollout import RolloutConfig, SamplingConfig
 from slimrl.config.schema.search import SearchConfig, SearchMethod
+from slimrl.config.search_rules import most_environments
 from slimrl.data.conversation_lines import write_conversations
 from slimrl.data.engine import Engine, EngineError, GenerateResult
 from slimrl.data.trajectory import Status, Trajectory
@@ -207,6 +208,48 @@ def test_every_environment_is_closed_also_when_the_engine_fails():
     assert found.metadata["search"]["num_tokens"] == 2 * 7
 
 
+class Counted(Digits):
+    """Endless, but for the turns of the recipe; knows how many were open at once."""
+
+    now = most = 0
+
+    async def start(self, prompt, *, seed, scratch):
+        Counted.now += 1
+        Counted.most = max(Counted.most, Counted.now)
+        return await super().start(prompt, seed=seed, scratch=scratch)
+
+    async def step(self, turn: Turn) -> Observation:
+        self.path = (*self.path, int(turn.text))
+        # All plain episodes have begun before the first one ends.
+        await asyncio.sleep(0.002)
+        return Observation(messages=[{"role": "user", "content": "on"}], state_id="".join(map(str, self.path)))
+
+    async def close(self) -> None:
+        Counted.now -= 1
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "best_of_n", "rollouts": 2},
+        {"method": "best_of_n", "width": 1, "rollouts": 0},
+        {"method": "beam", "beam": 3, "rollouts": 0},
+        {"method": "beam", "beam": 2, "rollouts": 3, "width": 2},
+        {"method": "beam", "beam": 4, "rollouts": 1, "width": 1},
+        {"method": "mcts", "expansions": 4, "rollouts": 2, "exploration": 100.0},
+        {"method": "mcts", "expansions": 3, "rollouts": 0, "exploration": 100.0},
+    ],
+)
+def test_a_search_has_as_many_environments_open_at_once_as_the_check_of_a_recipe_counts(settings, parallel):
+    Counted.now = Counted.most = 0
+    search(**settings, environment=Counted, parallel=parallel, max_turns=5)
+    recipe = recipe_of()
+    recipe.deterministic = not parallel
+    recipe.agent.search = SearchConfig(**{"width": DIGITS, **settings, "method": SearchMethod(settings["method"])})
+    assert Counted.most == most_environments(recipe)
+
+
 def test_requests_at_the_same_time_find_the_same_tree_with_other_seeds_for_each_branch():
     engines = Rotation(), Rotation()
     one, other = (search("beam", engine=engine, parallel=engine is engines[0]) for engine in engines)
@@ -329,6 +372,7 @@ def weights_of(turn_ids, mask, advantages) -> np.ndarray:
     return np.where(mask, np.array([*advantages, 0.0])[turn_ids], 0.0)
 
 
+SUBAGENTS = "agent.subagents={solver: {description: Solves a part., max_turns: 1}}"
 SEARCHED = ["agent.search.method=beam", "algorithm.name=grpo"]
 
 
@@ -338,6 +382,7 @@ SEARCHED = ["agent.search.method=beam", "algorithm.name=grpo"]
         (SEARCHED, "agent.search.method", "Set algorithm.advantage given and algorithm.credit.name turn."),
         ([*SEARCHED, "agent.episode=a:b"], "agent.episode", "cannot branch such an episode"),
         ([*SEARCHED, "agent.function=a:b"], "agent.function", "cannot branch such an episode"),
+        ([*SEARCHED, SUBAGENTS], "agent.subagents", "cannot branch such an episode"),
         ([*SEARCHED, "agent.past_versions.every_steps=2"], "agent.past_versions.every_steps", "one role"),
         (["agent.search.value.args={a: 1}"], "agent.search.value.args", "agent.search.value.function"),
         (["agent.search.method=dfs"], "agent.search.method", "best_of_n"),

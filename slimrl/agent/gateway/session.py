@@ -195,11 +195,16 @@ class Session:
             by_role: rewards of roles, an object of numbers; None for none.
 
         Raises:
-            ApiError: one is no finite number.
+            ApiError: one is no finite number, or of a role that the agent has not.
         """
         roles = by_role if by_role is not None else {}
         if not isinstance(roles, dict):
             raise refused(f"by_role: {str(roles)[:40]} is no object of numbers")
+        known = {*self._agent.roles, *(turn.role for turn in self.history.turns() if turn.role)}
+        if unknown := sorted(set(roles) - known):
+            said = f"roles are {', '.join(sorted(known))}" if known else "no request named a role"
+            more = "one that may be paid before it asks is named in agent.roles of the recipe"
+            raise refused(f"by_role: {', '.join(unknown)[:80]}: {said}; {more}")
         # Both or neither.
         given = {role: _posted(one) for role, one in roles.items()}
         self.posted_reward, self.posted_by_role = _posted(value), given

@@ -3,8 +3,9 @@
 The first line of its input is JSON: `slimrl`, the folder of that package, `path`, further folders to import from,
 `light`, whether slimrl.api shall need no package, `call`, the import path of the function, and `arguments`.
 
-The output is one line of JSON: `null` when the function has returned, or calls its argument `ready`, which it gets if
-it has one; else what went wrong. All else that is printed goes to standard error.
+The output is one line of JSON: `{"result": ...}` with what the function returned, or `null` there when it calls its
+argument `ready`, which it gets if it has one; else `{"problem": ...}`, what went wrong. All else that is printed goes
+to standard error.
 """
 
 import importlib
@@ -15,6 +16,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -22,8 +24,11 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)
 
-    def answer(problem: str | None = None) -> None:
-        os.write(answers, json.dumps(problem).encode() + b"\n")
+    def answer(key: str, value: Any) -> None:
+        os.write(answers, json.dumps({key: value}).encode() + b"\n")
+
+    def ready() -> None:
+        answer("result", None)
 
     _find_slimrl(Path(job["slimrl"]))
     # In place of this file's folder, whose modules have names that packages have too.
@@ -34,16 +39,16 @@ def main() -> None:
             sys.modules["slimrl.api"] = importlib.import_module("slimrl.agent.isolation.light_api")
         function = getattr(importlib.import_module(module), name)
         waits = "ready" in inspect.signature(function).parameters
-        function(**job["arguments"], **({"ready": answer} if waits else {}))
+        result = function(**job["arguments"], **({"ready": ready} if waits else {}))
     except ValueError as error:
-        answer(str(error))
+        answer("problem", str(error))
     except Exception as error:  # noqa: BLE001 - the function runs code of others, which may raise anything
         traceback.print_exc()
         lacks = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         hint = f"; install it with: {sys.executable} -m pip install {lacks}" if lacks == "websockets" else ""
-        answer(f"{error!r}{hint} (in {sys.prefix})")
+        answer("problem", f"{error!r}{hint} (in {sys.prefix})")
     else:
-        answer()
+        answer("result", result)
 
 
 def _first_line() -> bytes:

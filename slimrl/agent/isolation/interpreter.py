@@ -62,8 +62,8 @@ class OtherInterpreter:
         """None while it runs."""
         return self._process.poll()
 
-    def await_line(self, timeout_s: float) -> None:
-        """Wait until the function says that it is ready or has returned.
+    def await_line(self, timeout_s: float) -> Any:
+        """Wait until the function says that it is ready, or has returned: then what it returned, as JSON has it.
 
         Raises:
             ValueError: what the function raised as such, or that it ended otherwise or took too long.
@@ -75,8 +75,10 @@ class OtherInterpreter:
         line = self._process.stdout.readline() if readable else b""
         if not line:
             raise ValueError("it ended; see its output" if readable else f"it was not ready within {timeout_s:g} s")
-        if (refused := json.loads(line)) is not None:
-            raise ValueError(refused)
+        answer = json.loads(line)
+        if "problem" in answer:
+            raise ValueError(answer["problem"])
+        return answer["result"]
 
     def end(self) -> None:
         """End the process by the end of its input; kill it if it does not end."""
@@ -92,14 +94,14 @@ class OtherInterpreter:
         self._process.stdout.close()
 
 
-def call_elsewhere(python: Path, call: str, arguments: Mapping[str, Any], timeout_s: float) -> None:
-    """Call a function in another process, and wait for its end.
+def call_elsewhere(python: Path, call: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+    """What a function returns in another process, as JSON has it, when that has ended.
 
     Raises:
         ValueError: what the function raised as such, or that it ended otherwise or took too long.
     """
     process = OtherInterpreter(python, call, arguments)
     try:
-        process.await_line(timeout_s)
+        return process.await_line(timeout_s)
     finally:
         process.end()

@@ -13,10 +13,14 @@ from slimrl.agent.isolation.forking_server import BACKLOG, ForkingServer
 from slimrl.agent.isolation.supervisor import children_of_this, supervised
 
 
-def check(environment: str, arguments: Mapping[str, Any], roles: Sequence[str]) -> None:
-    """Raises ValueError: there is no such class, a package that it needs is not here, it refuses the arguments, or has
-    not all of these roles."""
-    check_roles(environment, _checked(environment, arguments), roles)
+def check(environment: str, arguments: Mapping[str, Any], roles: Sequence[str]) -> list[str]:
+    """The roles that the class says it has.
+
+    Raises:
+        ValueError: there is no such class, a package that it needs is not here, it refuses the arguments, or has not
+            all of these roles.
+    """
+    return list(check_roles(environment, _checked(environment, arguments), roles))
 
 
 def serve(

@@ -32,6 +32,8 @@ class EnvironmentServer:
 
     def __init__(self, python: Path, environment: str, arguments: Mapping[str, Any], close_s: float) -> None:
         self._python, self._environment, self._arguments, self._close_s = python, environment, arguments, close_s
+        self.roles: tuple[str, ...] = ()
+        """Those that the class says it has, once it was checked"""
         self._process: OtherInterpreter | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Holds the socket; this user's alone, so that no other can connect"""
@@ -51,7 +53,8 @@ class EnvironmentServer:
             ValueError: there is no such class, it refuses the arguments, or has not these roles.
         """
         try:
-            call_elsewhere(self._python, f"{_FUNCTIONS}:check", {**self._job, "roles": list(roles)}, READY_S)
+            job = {**self._job, "roles": list(roles)}
+            self.roles = tuple(call_elsewhere(self._python, f"{_FUNCTIONS}:check", job, READY_S))
         except OSError as error:
             raise ValueError(f"{self._python} does not start: {error}") from error
 

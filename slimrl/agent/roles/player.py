@@ -47,16 +47,27 @@ def player_of(role: str, prompt: Prompt, agent: AgentConfig) -> str:
     return "" if name == POLICY else str(name)
 
 
-def refuse_unknown_players(prompts: Sequence[Prompt], agent: AgentConfig) -> list[str]:
-    """`file:line: problem` of each prompt whose metadata names players that the recipe has not."""
+def refuse_unknown_players(prompts: Sequence[Prompt], agent: AgentConfig, roles: Sequence[str]) -> list[str]:
+    """`file:line: problem` of each prompt whose metadata names players or roles that there are not.
+
+    Args:
+        roles: those that the environment's class says it has; none if it does not say.
+    """
     known, problems = agent.player_names, []
-    for prompt in prompts if len(known) > 1 else ():
+    # An evaluation without `--past` says what is missing itself.
+    others = () if len(known) > 1 else (PAST,)
+    for prompt in prompts if len(known) > 1 or roles else ():
         named = prompt.metadata.get(PLAYERS, {})
         if not isinstance(named, dict):
             problems.append(f"{prompt.source}: metadata.{PLAYERS} is {named!r}, not an object of players by role")
             continue
         for role, name in named.items():
-            if name not in known:
+            if roles and role not in roles:
+                problems.append(
+                    f"{prompt.source}: metadata.{PLAYERS}.{role}: {agent.environment} has no role {role}; it has "
+                    f"{', '.join(roles)}.{suggestion(role, roles)}"
+                )
+            if name not in (*known, *others):
                 meant = suggestion(str(name), known)
                 problems.append(
                     f"{prompt.source}: metadata.{PLAYERS}.{role} is {name!r}; there are {', '.join(known)}.{meant}"

@@ -53,6 +53,13 @@ def load_environment(recipe: Recipe, tools: ToolBox, sandbox: SandboxPool) -> Ma
     return make_one if in_loop else partial(ThreadEnvironment, make_one)
 
 
+def declared_roles(agent: AgentConfig, environment: MakeEnvironment) -> tuple[str, ...]:
+    """The roles that the environment's class says it has, in `ROLES`; none if it does not say."""
+    if isinstance(environment, EnvironmentServer):
+        return environment.roles
+    return tuple(getattr(resolve(agent.environment, classes=True), "ROLES", ())) if agent.environment else ()
+
+
 def _in_processes(agent: AgentConfig) -> EnvironmentServer:
     in_venv = agent.environment_isolation is IsolationMode.venv
     python = _venv_python(agent.environment_venv) if in_venv else Path(sys.executable)

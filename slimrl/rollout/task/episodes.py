@@ -24,6 +24,7 @@ from slimrl.rewards.loading import Supplies
 from slimrl.rollout.task.dialogue import load_dialogues
 from slimrl.rollout.task.environment import (
     check_summary_request,
+    declared_roles,
     load_agent,
     load_environment,
     load_episode_loop,
@@ -38,6 +39,8 @@ class EpisodeCode:
     dialogues: Dialogues
     tools: ToolBox
     environment: MakeEnvironment
+    roles: tuple[str, ...]
+    """Those that the environment's class says it has; none if it does not say"""
     episode_loop: EpisodeLoop
     agent: Agent | None
     """Behind the gateway, instead of environment and episode loop"""
@@ -95,10 +98,12 @@ def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode
     recipe, collector = loaded.recipe, ProblemCollector(loaded)
     dialogues, tools = collector.get("model.path", lambda: load_dialogues(loaded, sandbox)) or (None, ToolBox([]))
     agent = recipe.agent
+    environment = collector.get("agent.environment", lambda: load_environment(recipe, tools, sandbox))
     values: dict[str, Any] = {
         "dialogues": dialogues,
         "tools": tools,
-        "environment": collector.get("agent.environment", lambda: load_environment(recipe, tools, sandbox)),
+        "environment": environment,
+        "roles": () if environment is None else declared_roles(agent, environment),
         "episode_loop": collector.get("agent.episode", lambda: load_episode_loop(agent.episode)),
         "agent": collector.get(
             "agent.command_task" if agent.command_task else "agent.function", lambda: load_agent(agent, sandbox)
@@ -110,6 +115,9 @@ def load_episode_code(loaded: LoadedRecipe, sandbox: SandboxPool) -> EpisodeCode
         "players": collector.get("agent.players", lambda: load_players(agent.players)),
         "search": load_search(recipe, collector.get, Supplies({SandboxPool: sandbox})),
     }
+    if values["search"] is not None and (roles := values["roles"]):
+        said = f"{agent.environment} has the roles {', '.join(roles)}, and a search is for one. Use off."
+        collector.problems.append(loaded.problem("agent.search.method", said))
     if dialogues is not None:
         chat = dialogues.chat
         collector.get("agent.compaction", lambda: check_summary_request(agent.compaction, chat))

@@ -1,6 +1,6 @@
 """A recipe's task, resolved before anything starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -61,16 +61,17 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
     sandbox = SandboxPool(recipe.agent.sandbox)
     code = collector.get("agent", lambda: load_episode_code(loaded, sandbox))
     rewards = load_rewards(recipe.reward, collector.get, Supplies({SandboxPool: sandbox}))
+    checks = (rewards, () if code is None else code.roles)
     values: dict[str, Any] = {
         "rewards": rewards,
         "group_filters": collector.get("reward.group_filters", lambda: list(map(resolve, recipe.reward.group_filters))),
         "sandbox": sandbox,
         "train": {
-            name: collector.get(data.train_key(name), partial(_read_training, name, Path(path), recipe, rewards))
+            name: collector.get(data.train_key(name), partial(_read_training, name, Path(path), recipe, *checks))
             for name, path in (data.train_files.items() if train else ())
         },
         "eval_sets": {
-            name: collector.get(f"data.eval.{name}", partial(_read, Path(path), data.keys_of_eval, recipe, rewards))
+            name: collector.get(f"data.eval.{name}", partial(_read, Path(path), data.keys_of_eval, recipe, *checks))
             for name, path in (data.eval.items() if evaluate else ())
         },
     }
@@ -89,28 +90,33 @@ def load_task(loaded: LoadedRecipe, *, train: bool, evaluate: bool, here: bool =
     return task
 
 
-def _read(path: Path, keys: dict[str, str], recipe: Recipe, rewards: Rewards | None) -> list[Prompt]:
+def _read(
+    path: Path, keys: dict[str, str], recipe: Recipe, rewards: Rewards | None, roles: Sequence[str]
+) -> list[Prompt]:
     """The prompts of a file.
 
     Args:
         rewards: None if they could not be loaded.
+        roles: those that the environment's class says it has.
 
     Raises:
-        ValueError: broken lines, rewards that the recipe does not have, prompts that a reward refuses.
+        ValueError: broken lines; rewards, players or roles that there are not; prompts that a reward refuses.
     """
     prompts = read_prompts(path, keys)
     if unknown := refuse_unknown_names(prompts, recipe.reward):
         raise BrokenRows(unknown)
-    if unknown := refuse_unknown_players(prompts, recipe.agent):
+    if unknown := refuse_unknown_players(prompts, recipe.agent, roles):
         raise BrokenRows(unknown)
     if rewards is not None and (unjudged := refuse_unjudged(prompts, rewards)):
         raise BrokenRows(unjudged)
     return prompts
 
 
-def _read_training(name: str, path: Path, recipe: Recipe, rewards: Rewards | None) -> list[Prompt]:
+def _read_training(
+    name: str, path: Path, recipe: Recipe, rewards: Rewards | None, roles: Sequence[str]
+) -> list[Prompt]:
     """The prompts of a file; ids of those of `data.more` begin with its name, since other files may have the same."""
-    prompts = _read(path, recipe.data.keys, recipe, rewards)
+    prompts = _read(path, recipe.data.keys, recipe, rewards, roles)
     return prompts if name == "train" else [replace(one, prompt_id=f"{name}/{one.prompt_id}") for one in prompts]
 
 
