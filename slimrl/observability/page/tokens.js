@@ -51,7 +51,9 @@ function legendView(title, scale) {
 
 const shownText = (text) => (text === "" ? "·" : visible(text).replaceAll("\n", "⏎\n"));
 
-function tokenView(segments) {
+function tokenView(segments, conversation) {
+  const subagents = (conversation.metadata || {}).subagents || [];
+  const speaker = (place) => { const one = subagents.find((other) => place >= other.segments[0] && place < other.segments[1]); return one ? ", sub-agent " + visible(one.name) : ""; };
   const all = segments.map(quantitiesOf);
   const names = [...new Set(all.flatMap((one) => Object.keys(one)))];
   if (!names.includes(tokenSettings.quantity)) tokenSettings.quantity = names[0];
@@ -116,7 +118,7 @@ function tokenView(segments) {
     spans[place][index].scrollIntoView({ block: "center" });
   };
   segments.forEach((segment, place) => holder.append(element("div", {},
-    segments.length > 1 || segment.role ? element("h3", {}, "segment " + place + (segment.role ? ", " + visible(segment.role) : "") + ", " + number(segment.texts.length) + " tokens") : null,
+    segments.length > 1 || segment.role ? element("h3", {}, "segment " + place + (segment.role ? ", " + visible(segment.role) : "") + speaker(place) + ", " + number(segment.texts.length) + " tokens") : null,
     element("div", { class: "text", dir: "ltr" }), element("div", { class: "more" }))));
   segments.forEach((_, place) => fill(place, FIRST_BLOCKS * BLOCK));
   legend.append(legendView(tokenSettings.quantity, painted.scale));
