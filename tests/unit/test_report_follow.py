@@ -1,5 +1,6 @@
 """The page that follows runs: what it is served agrees with the page as a file, and nobody else gets it."""
 
+import html
 import http.client
 import json
 import shutil
