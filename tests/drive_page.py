@@ -82,6 +82,9 @@ def main() -> None:
         )
         page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         page.wait_for_timeout(500)
+        page.evaluate("curveSettings.band = false")
+        bars = "curveTraces('eval/heldout/accuracy', 0, colour(0), 'solid', '').map((one) => one.error_y.array)"
+        seen["bars"] = page.evaluate(bars)
         seen["step"] = page.evaluate("document.getElementById('filter-step').value")
         seen["first_step"] = first_step
         seen["harmed"] = page.evaluate("window.harmed === undefined ? 0 : window.harmed")

@@ -69,6 +69,8 @@ def test_every_control_works_without_an_error_and_texts_stay_texts(tmp_path, wid
     assert seen["found"].startswith("48 of 48 "), "each trajectory has these words"
     assert seen["panels"] == 1
     assert any("step 2: 0.3333" in text for text in seen["hover"])
+    half = pytest.approx(0.196)
+    assert seen["bars"] == [[half, None, half]] * 2, "95% intervals, of each seed its own"
     assert seen["step"] == seen["first_step"] == "2", "a click on a point opens its step"
 
 

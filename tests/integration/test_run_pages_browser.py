@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runs import RECIPES, Workspace, make_workspace, run_cli
 from shown_talk import TURNS
+from slow_talk import end_turns
 from venvs import environment_python
 
 from slimrl.observability.metrics import read_metrics
@@ -27,12 +28,14 @@ SOLVER = (
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     environment_python("miniwob")
-    return make_workspace(tmp_path_factory.mktemp("run_pages"))
+    made = make_workspace(tmp_path_factory.mktemp("run_pages"))
+    end_turns(made.path / "model")
+    return made
 
 
 def train(workspace: Workspace, name: str, recipe: str, *more: str, code: int = 0) -> None:
     short = ("steps=2", "trainer.num_ranks=1", "trainer.parallel.expert=1", "rollout.num_engines=1",
-             "rollout.sampling.max_new_tokens=16")  # fmt: skip
+             "rollout.sampling.max_new_tokens=48")  # fmt: skip
     run = run_cli("train", recipe, *workspace.overrides(f"run.name={name}", *short, *more), timeout_s=RUN_S)
     assert run.process.returncode == code, f"{run.stdout}\n{run.stderr}"
 
@@ -50,6 +53,7 @@ def page(workspace: Workspace, name: str) -> dict:
     assert seen["errors"] == []
     assert {url.split(":")[0] for url in seen["requests"]} <= {"file", "data", "blob"}
     assert max(seen["too_wide"].values()) <= 1
+    assert not any("[object" in text or "undefined" in text for text in seen["texts"].values())
     assert all(used >= 2 for used in seen["used"].values())
     return seen
 
@@ -105,7 +109,7 @@ def test_a_run_with_sub_agents_shows_them_below_the_turn_that_called_them(worksp
 
 def test_a_run_that_failed_says_why(workspace):
     train(workspace, "failed", GSPO, "reward.function=shown_talk:raising", code=1)
-    assert not workspace.run_folder("failed").metrics.is_file()
+    assert [line["step"] for line in read_metrics(workspace.run_folder("failed").metrics)] == [0]
     seen = page(workspace, "failed")
     assert "the judge of the answers has no <b>paper</b>" in seen["texts"]["overview"]
     assert "No step has ended yet." in seen["texts"]["overview"]

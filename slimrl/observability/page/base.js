@@ -19,7 +19,7 @@ function element(name, attributes, ...children) {
     else if (value === true) made.setAttribute(key, "");
     else if (value !== false && value != null) made.setAttribute(key, value);
   }
-  for (const child of children.flat()) if (child != null) made.append(child);
+  for (const child of children.flat(Infinity)) if (child != null) made.append(child);
   return made;
 }
 

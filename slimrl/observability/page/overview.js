@@ -38,17 +38,17 @@ function lastInterval(run, name) {
 
 function tiles(run) {
   const named = HEADLINES.flatMap((pattern) => Object.keys(run.curves).filter((name) => pattern.test(name)));
-  return element("div", { class: "tiles" }, named.filter((name) => lastValue(run, name) != null && !repeatsAccuracy(run, name)).map((name) => {
-    // An evaluation before the first step is a step 0, which has a time too.
-    const values = run.curves[name].filter((value, place) => value != null && (run.curves.step[place] > 0 || name.startsWith("eval/")));
+  // An evaluation before the first step is a step 0, which has a time too.
+  const known = (name) => run.curves[name].filter((value, place) => value != null && (run.curves.step[place] > 0 || name.startsWith("eval/")));
+  return element("div", { class: "tiles" }, named.filter((name) => known(name).length && !repeatsAccuracy(run, name)).map((name) => {
+    const values = known(name);
     return element("div", { class: "tile" }, element("span", {}, name), element("b", {}, number(values[values.length - 1]), lastInterval(run, name)),
       element("span", {}, "at first " + number(values[0])));
   }));
 }
 
 function findingList(run) {
-  if (!run.curves.step) return element("p", { class: "hint" }, "No step has ended yet.");
-  if (!run.findings.length) return element("p", { class: "hint" }, "No metric asks for a look.");
+  if (!run.findings.length) return element("p", { class: "hint" }, run.state.step ? "No metric asks for a look." : "No step has ended yet.");
   return element("div", { class: "findings" }, run.findings.map((one) => element("div", { class: "finding" },
     element("a", { href: "#curves", click: () => findPanel(one.metric) }, one.metric), " " + one.says, element("br"),
     "Perhaps: " + one.cause + ". To do: ", element("span", { class: "mono" }, one.advice),
