@@ -74,8 +74,8 @@ def test_a_run_of_the_quickstart(workspace):
 
 
 def test_an_asynchronous_run_whose_environment_shows_images(workspace):
-    train(workspace, "async", ASYNC, "agent.tools=[]", "agent.system_prompt=null", "agent.environment=shown_talk:ShownTalk",
-          "reward.function=toy_reward:low_tokens_of_any_version")  # fmt: skip
+    train(workspace, "async", ASYNC, "agent.tools=[]", "agent.system_prompt=null",
+          "agent.environment=shown_talk:ShownTalk", "reward.function=toy_reward:low_tokens_of_any_version")  # fmt: skip
     seen = page(workspace, "async")
     assert "complete" in seen["texts"]["overview"]
     assert "Staleness" in seen["texts"]["curves"]

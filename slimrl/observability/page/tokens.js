@@ -124,12 +124,15 @@ function tokenView(segments, conversation) {
   legend.append(legendView(tokenSettings.quantity, painted.scale));
   const select = element("select", { id: "quantity", "aria-label": "Quantity that colours tokens", change: (event) => { tokenSettings.quantity = event.target.value; repaint(); drawJumps(); } },
     names.map((name) => element("option", { value: name, selected: name === tokenSettings.quantity }, name)));
-  const jumps = element("span", { class: "controls" });
-  const drawJumps = () => jumps.replaceChildren(...largest(all, tokenSettings.quantity, painted.scale).map(([place, index, value]) => element("button", {
-    type: "button", class: "mono", click: () => jump(place, index) }, shownText(segments[place].texts[index]).trim().slice(0, 12) + " " + number(value, 3))));
+  const jumps = element("div", { class: "controls" });
+  const drawJumps = () => {
+    const found = largest(all, tokenSettings.quantity, painted.scale);
+    jumps.replaceChildren(...(found.length ? ["Farthest: "] : []), ...found.map(([place, index, value]) => element("button", {
+      type: "button", class: "mono", click: () => jump(place, index) }, shownText(segments[place].texts[index]).trim().slice(0, 12) + " " + number(value, 3))));
+  };
   drawJumps();
   return element("div", {}, element("div", { class: "controls" }, element("label", {}, "Colour by ", select), legend),
-    element("div", { class: "controls" }, "Farthest: ", jumps), holder, info);
+    jumps, holder, info);
 }
 
 // The ten tokens whose value is farthest from where the scale begins: [segment, position, value].
