@@ -28,6 +28,7 @@ LOOK = """() => ({
     curve: [...(document.querySelector('#panels .js-plotly-plot') || { data: [] }).data].map((one) => one.x.length),
     range: (document.querySelector('#panels .js-plotly-plot') || { layout: { xaxis: {} } }).layout.xaxis.range,
     scroll: scrollY,
+    open: [...document.querySelectorAll('#part-overview details')].map((one) => one.open),
     tableScroll: document.getElementById('table').scrollTop,
     status: document.getElementById('follow').textContent,
 })"""
@@ -51,10 +52,14 @@ def main() -> None:
     seen: dict = {}
     with opened(sys.argv[1], 1300, "light", seen) as page:
         page.wait_for_selector(".badge")
+        page.click("#part-overview details:not([open]) summary >> nth=0")
+        page.evaluate("scrollTo(0, 120)")
+        page.wait_for_timeout(200)
         seen["starting"] = page.evaluate(LOOK)
         say("starting")
 
         await_step(page, told())
+        seen["overview_after"] = page.evaluate(LOOK)
         page.evaluate("location.hash = '#curves'")
         page.wait_for_selector("#panels .js-plotly-plot")
         page.evaluate("""() => {

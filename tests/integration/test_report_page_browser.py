@@ -30,7 +30,7 @@ def driven(folder: Path, *arguments: str) -> dict:
     write_page(runs, folder / "page.html", "Runs <b>")
     command = [str(environment_python("miniwob")), str(DRIVER), str(folder / "page.html"), *arguments]
     without_path = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=without_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=without_path)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -137,6 +137,10 @@ def test_a_page_follows_a_run_and_what_the_reader_has_open_stays(tmp_path):
     assert origins == {address.split("/?")[0]}
     starting, curves, curves_after = seen["starting"], seen["curves"], seen["curves_after"]
     assert starting["state"] == "starting"
+    kept, overview_after = ("part", "scroll", "open"), seen["overview_after"]
+    assert {name: overview_after[name] for name in kept} == {name: starting[name] for name in kept}
+    assert (starting["part"], starting["scroll"], True in starting["open"]) == ("part-overview", 120, True)
+    assert overview_after["state"] == "running"
     assert "following, data of " in seen["newest"]["status"]
 
     kept = ("hash", "part", "smoothing", "logs", "scroll")

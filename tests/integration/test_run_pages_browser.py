@@ -80,9 +80,10 @@ def test_an_asynchronous_run_whose_environment_shows_images(workspace):
     assert "complete" in seen["texts"]["overview"]
     assert "Staleness" in seen["texts"]["curves"]
     with_images = [one for one in seen["views"].values() if one["images"]]
-    assert with_images
-    for one in with_images:
-        assert one["images"] == [16] * (TURNS + 1), "each is drawn, 16 points wide"
+    assert {width for one in with_images for width in one["images"]} == {16}, "each is drawn, 16 points wide"
+    completed = [one for one in with_images if len(one["images"]) == TURNS + 1]
+    assert completed, "a turn that was cut has no state after it"
+    for one in completed:
         assert "what the environment showed before turn 0" in one["text"]
         assert "what the environment showed at the end" in one["text"]
         assert "reward of the turn 0.25" in one["text"]
@@ -91,9 +92,11 @@ def test_an_asynchronous_run_whose_environment_shows_images(workspace):
 def test_a_run_with_sub_agents_shows_them_below_the_turn_that_called_them(workspace):
     train(workspace, "subagents", GSPO, "agent.episode=shown_talk:delegating", f"agent.subagents={SOLVER}",
           "rollout.max_turns=8", "rollout.max_trajectory_tokens=900")  # fmt: skip
-    assert read_metrics(workspace.run_folder("subagents").metrics)[-1]["rollout/subagents_mean"] == 2.0
+    assert read_metrics(workspace.run_folder("subagents").metrics)[-1]["rollout/subagents_mean"] > 1
     seen = page(workspace, "subagents")
-    for one in seen["views"].values():
+    called = [one for one in seen["views"].values() if one["subagents"]]
+    assert called, "a first turn that was cut has called none"
+    for one in called:
         assert [text.split(",")[0] for text in one["subagents"]] == ["sub-agent solver"] * 2
         assert [f"call {number}," in one["subagents"][number] for number in (0, 1)] == [True, True]
         assert "Solve part one." in one["subagents"][0]
