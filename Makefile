@@ -136,7 +136,7 @@ test: $(STAMP) ## representative integration tests, then unit tests (about 20 mi
 test-all: $(STAMP) ## every test that needs no GPU, the full matrices included
 	$(BIN)/python -m pytest -m "not gpu" tests/integration tests/unit
 
-test-browser: $(STAMP) ## the page of runs in chromium, every control of it; after make environments (1 minute)
+test-browser: $(STAMP) ## the page of runs in chromium, every control of it, of made and of real runs; after make environments (4 minutes)
 	$(BIN)/python -m pytest --numprocesses 0 -m browser tests/integration
 
 test-peers: $(STAMP) ## losses and advantages against TRL's and verl's own functions, fetched first (2 minutes)

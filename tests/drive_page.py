@@ -6,61 +6,15 @@ It runs in the virtual environment of miniwob, which has playwright.
 """
 
 import json
-import shutil
 import sys
 
-from playwright.sync_api import sync_playwright
-
-PARTS = ("overview", "curves", "time", "trajectories", "experts")
-CONTROLS = "button, select, input, summary"
-
-
-def use(page, control) -> None:
-    """Use a control as its kind is used, if it is there and seen."""
-    if not control.is_visible():
-        return
-    kind = control.evaluate("one => one.type || one.tagName")
-    if kind == "select-one":
-        for value in control.evaluate("one => [...one.options].map((option) => option.value)"):
-            control.select_option(value)
-        control.select_option(index=0)
-    elif kind == "range":
-        for name in ("max", "min"):
-            control.evaluate(f"one => {{ one.value = one.{name}; one.dispatchEvent(new Event('input')); }}")
-    elif kind == "search":
-        control.fill("play")
-        page.wait_for_timeout(350)
-        control.fill("")
-        page.wait_for_timeout(350)
-    else:
-        control.click()
-
-
-def use_all(page, within: str) -> int:
-    """Use the controls of a part, also those that appear meanwhile; returns how many there were."""
-    used = 0
-    while used < len(controls := page.query_selector_all(f"{within} :is({CONTROLS})")) and used < 80:
-        if controls[used].evaluate("one => one.isConnected"):
-            use(page, controls[used])
-        used += 1
-    return used
+from page_controls import PARTS, opened, too_wide, use_all
 
 
 def main() -> None:
     file, width, scheme = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    seen: dict = {"errors": [], "requests": [], "used": {}}
-    with sync_playwright() as playwright:
-        # It may reach no host, so that a request fails even if it is not seen.
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"),
-            args=["--no-sandbox", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND"],
-        )
-        page = browser.new_context(viewport={"width": width, "height": 850}, color_scheme=scheme).new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", lambda said: seen["errors"].append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: seen["errors"].append(str(error)))
-        page.on("request", lambda asked: seen["requests"].append(asked.url[:200]))
-        page.goto(f"file://{file}")
+    seen: dict = {"used": {}}
+    with opened(f"file://{file}", width, scheme, seen) as page:
         # Before the trajectories were looked at.
         page.evaluate("showStep(RUNS[0].name, 2)")
         first_step = page.evaluate("document.getElementById('filter-step').value")
@@ -72,9 +26,7 @@ def main() -> None:
             page.wait_for_timeout(300)
             if sys.argv[4] == "all":
                 seen["used"][part] = use_all(page, f"#part-{part}")
-            seen.setdefault("too_wide", {})[part] = page.evaluate(
-                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            )
+            seen.setdefault("too_wide", {})[part] = too_wide(page)
         page.click("#theme")
         seen["theme_after"] = page.evaluate("document.documentElement.dataset.theme")
 
@@ -130,11 +82,13 @@ def main() -> None:
         )
         page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         page.wait_for_timeout(500)
+        page.evaluate("curveSettings.band = false")
+        bars = "curveTraces('eval/heldout/accuracy', 0, colour(0), 'solid', '').map((one) => one.error_y.array)"
+        seen["bars"] = page.evaluate(bars)
         seen["step"] = page.evaluate("document.getElementById('filter-step').value")
         seen["first_step"] = first_step
         seen["harmed"] = page.evaluate("window.harmed === undefined ? 0 : window.harmed")
         seen["elements"] = page.evaluate("document.querySelectorAll('img[onerror], iframe, svg[onload], b b').length")
-        browser.close()
     print(json.dumps(seen))
 
 

@@ -36,6 +36,7 @@ def metrics(step: int, seed: int) -> dict[str, float | None]:
         "reward/mean": 0.1 * step + 0.01 * seed,
         "reward/parts/<img src=x onerror=window.harmed=1>": 0.5,
         "eval/heldout/accuracy": 0.25 * step,
+        "eval/heldout/stderr/accuracy": None if step == 2 else 0.1,
         "policy/entropy": 1.0 / (step + 1),
         "policy/grad_norm": None if step == 2 else 0.3,
         "policy/kl": 10.0**-step,

@@ -19,7 +19,7 @@ from slimrl.agent.chat.chat_format import CallName, Context
 from slimrl.agent.compaction import SummaryRule, compacted, summary_of
 from slimrl.agent.dialogue import Dialogue
 from slimrl.agent.environment import UNKNOWN_TOOL, EnvironmentFailure, Message, Turn, call_name
-from slimrl.agent.subagents import add_tool_counts, segments_in_turn
+from slimrl.agent.subagents import Delegation, account_of, add_tool_counts, segments_in_turn
 from slimrl.agent.tool_call import MalformedCall
 from slimrl.agent.tools import shortened
 from slimrl.agent.transcript import Transcript
@@ -85,7 +85,9 @@ class Conversation:
         self.num_retries = 0
         self.engine_counts = Counter[str]()
         """Sums of `GenerateResult.counts` over the conversation's requests"""
-        self.num_subagents = self._subagent_turns = self._subagent_tokens = 0
+        self.subagents: list[dict[str, Any]] = []
+        """What each sub-agent was asked and said, see `account_of`"""
+        self._subagent_turns = self._subagent_tokens = 0
         self.tokens_of_others = 0
         """Tokens of the conversations of other roles, which count in the limit too"""
 
@@ -303,11 +305,12 @@ class Conversation:
         """Turns and tokens that sub-agents may use now; a turn to answer them is kept."""
         return self._max_turns - self.transcript.num_turns - 1, self._max_tokens - len(self.transcript.tokens)
 
-    def adopt(self, trajectory: Trajectory) -> None:
+    def adopt(self, delegation: Delegation, trajectory: Trajectory) -> None:
         """Take over the segments and figures of a sub-agent that the last turn has called."""
-        self._finished += segments_in_turn(trajectory, self.transcript.num_turns - 1)
+        turn = self.transcript.num_turns - 1
+        self.subagents.append(account_of(delegation, trajectory, turn=turn, first_segment=len(self._finished)))
+        self._finished += segments_in_turn(trajectory, turn)
         counts = trajectory.metadata
-        self.num_subagents += 1
         self._subagent_turns += counts["num_turns"]
         self._subagent_tokens += trajectory.num_tokens
         self.num_calls += counts["num_tool_calls"]

@@ -42,8 +42,8 @@ class Episode:
         self.prompt, self.conversations, self.host, self._run_subagent = prompt, conversations, host, run_subagent
         self.engine, self.rollout, self.agent = engine, rollout, agent
         self._subagent_lock = nullcontext() if parallel_subagents else asyncio.Lock()
-        self._of_subagents: dict[int, Trajectory] = {}
-        """Trajectories of the sub-agents that the last turn called, by the call's number"""
+        self._of_subagents: dict[int, tuple[Delegation, Trajectory]] = {}
+        """Calls and trajectories of the sub-agents that the last turn called, by the call's number"""
         host.offer(self._delegate)
 
     async def fork(self, number: int) -> "Episode":
@@ -79,7 +79,7 @@ class Episode:
             # In the order of the calls, whichever ended first.
             for number in sorted(self._of_subagents):
                 assert isinstance(conversation, Conversation)
-                conversation.adopt(self._of_subagents.pop(number))
+                conversation.adopt(*self._of_subagents.pop(number))
         conversation.count_errors(observation.tool_errors)
         return observation
 
@@ -90,7 +90,7 @@ class Episode:
             return DelegateAnswer(answer=ToolAnswer(text=NOTHING_LEFT, is_error=True), num_calls=0)
         async with self._subagent_lock:
             trajectory = await self._run_subagent(delegation, turns, tokens)
-        self._of_subagents[delegation.number] = trajectory
+        self._of_subagents[delegation.number] = delegation, trajectory
         if trajectory.status in (Status.failed, Status.aborted):
             raise EnvironmentFailure(f"sub-agent {delegation.name}: {trajectory.metadata['error']}")
         return DelegateAnswer(answer=answer_of(trajectory), num_calls=trajectory.metadata["num_tool_calls"])

@@ -34,13 +34,15 @@ def _add_counts(counts: dict[str, Any], conversation: Conversation) -> None:
         "num_retries": conversation.num_retries,
     }
     optional = {
-        "num_subagents": conversation.num_subagents,
+        "num_subagents": len(conversation.subagents),
         "num_compactions": conversation.num_compactions,
         **conversation.engine_counts,
     }
     for key, count in (more | {key: count for key, count in optional.items() if count}).items():
         counts[key] = counts.get(key, 0) + count
     add_tool_counts(counts["tool_calls"], conversation.tool_calls)
+    if conversation.subagents:
+        counts["subagents"] = conversation.subagents
 
 
 def failed_trajectory(prompt: Prompt, trajectory_id: str, cause: str) -> Trajectory:

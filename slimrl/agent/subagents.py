@@ -79,6 +79,24 @@ def segments_in_turn(trajectory: Trajectory, turn: int) -> list[Segment]:
     return trajectory.segments
 
 
+def account_of(delegation: Delegation, trajectory: Trajectory, *, turn: int, first_segment: int) -> dict[str, Any]:
+    """What a reader of the calling trajectory is told of a sub-agent, as JSON values (docs/data_formats.md).
+
+    Args:
+        turn: number of the caller's turn.
+        first_segment: number of the sub-agent's first segment among those of the calling trajectory.
+    """
+    return {
+        "name": delegation.name,
+        "turn": turn,
+        "call": delegation.number,
+        "status": trajectory.status.value,
+        "segments": [first_segment, first_segment + len(trajectory.segments)],
+        "num_prompt_messages": trajectory.metadata["num_prompt_messages"],
+        "messages": trajectory.messages,
+    }
+
+
 def add_tool_counts(counts: dict[str, dict[str, int]], more: Mapping[str, Mapping[str, int]]) -> None:
     """Add what a sub-agent called to the caller's counts by tool."""
     for name, values in more.items():

@@ -1,6 +1,6 @@
 """`slimrl train`, `sft`, `rollout`, `export` and `report`."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -135,11 +135,15 @@ def report(
     html: Annotated[
         Path | None, typer.Option(help="Write this HTML page of the runs instead, which needs no network.")
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Serve that page at 127.0.0.1 while the runs go on, until Ctrl-C.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="With --follow: port of the page; 0 for one that is free.", min=0)] = 0,
     trajectories: Annotated[
-        int | None, typer.Option(help="With --html: largest number of trajectories in the page.", min=1)
+        int | None, typer.Option(help="With --html or --follow: largest number of trajectories in the page.", min=1)
     ] = None,
 ) -> None:
-    """Draw the learning curve of one run, or of several seeds, and print where the time of its steps goes; or write a
+    """Draw the learning curve of one run, or of several seeds, and print where the time of its steps goes; or make a
     page of runs."""
     from slimrl.base.output_file import check_output_file
     from slimrl.observability.metrics import read_metrics
@@ -149,14 +153,20 @@ def report(
     from slimrl.observability.report import write_curve
     from slimrl.observability.terminal import plain_console
 
-    missing = [str(run) for run in runs if not RunFolder(run).metrics.is_file()]
-    if missing:
-        raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
+    if follow and html is not None:
+        raise ValueError("--follow and --html exclude each other.")
+    if port and not follow:
+        raise ValueError("--port goes with --follow.")
+    if follow:
+        _follow(runs, title, trajectories, port)
+        return
     if html is not None:
         _write_page(runs, html, title, trajectories)
         return
     if trajectories is not None:
-        raise ValueError("--trajectories goes with --html.")
+        raise ValueError("--trajectories goes with --html or --follow.")
+    if missing := [str(run) for run in runs if not RunFolder(run).metrics.is_file()]:
+        raise ValueError(f"no metrics.jsonl in {', '.join(missing)}")
     check_output_file("--out", out)
     write_curve([RunFolder(run).metrics for run in runs], out, title)
     console = plain_console()
@@ -178,8 +188,21 @@ def _write_page(runs: list[Path], html: Path, title: str, trajectories: int | No
     check_output_file("--html", html)
     most = MOST_TRAJECTORIES if trajectories is None else trajectories
     with Progress(0, plain_console(stderr=True)) as progress, progress.phase("page", 0, "steps") as phase:
-        held = write_page(runs, html, title, most, phase.update)
-    typer.echo(f"page: {html}, {show_bytes(html.stat().st_size)}, {len(held.parts)} of {held.found} trajectories")
+        held = write_page(runs, html, title, most, phase.update).data["trajectories"]
+    typer.echo(f"page: {html}, {show_bytes(html.stat().st_size)}, {held['shown']} of {held['found']} trajectories")
+
+
+def _follow(runs: list[Path], title: str, trajectories: int | None, port: int) -> None:
+    from slimrl.observability.page.document import MOST_TRAJECTORIES
+    from slimrl.observability.page.follower import Follower
+    from slimrl.observability.page.server import PageServer
+
+    most = MOST_TRAJECTORIES if trajectories is None else trajectories
+    server = PageServer(Follower(runs, title, most), port)
+    typer.echo(f"page: {server.address}")
+    typer.echo("It follows the runs until Ctrl-C.")
+    with suppress(KeyboardInterrupt):
+        server.serve()
 
 
 def _refuse_early(

@@ -125,8 +125,8 @@ class Trajectory:
     """The conversation as text, for rewards and readers; training uses the segments alone."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`num_turns`, `num_tool_calls`, `num_tool_errors`, `num_malformed_calls`, `tool_calls`, `num_cached_tokens`,
-    `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, those of ENGINE_COUNTS, `environment`,
-    `gateway`, `roles`, `error`, `reward_timed_out` and the task's own keys."""
+    `num_retries`, `num_prompt_messages`, `num_compactions`, `num_subagents`, `subagents`, those of ENGINE_COUNTS,
+    `environment`, `gateway`, `roles`, `error`, `reward_timed_out` and the task's own keys."""
     scratch: dict[str, Any] = field(default_factory=dict)
     """Values that the environment left for the reward; not part of the file format."""
     measured: dict[str, float] = field(default_factory=dict)

@@ -62,9 +62,13 @@ def items_by_prompt(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def eval_metrics(items: Sequence[Item], settings: EvalConfig) -> dict[str, float]:
-    """Metrics of one set for metrics.jsonl."""
-    scores = prompt_scores(items, settings)
-    return {f"eval/{items[0].set}/{name}": float(np.mean(values_P)) for name, values_P in scores.items()}
+    """Metrics of one set for metrics.jsonl: each mean over prompts, and of more than one prompt its standard error."""
+    scores, prefix = prompt_scores(items, settings), f"eval/{items[0].set}"
+    metrics = {f"{prefix}/{name}": float(np.mean(values_P)) for name, values_P in scores.items()}
+    for name, values_P in scores.items():
+        if len(values_P) > 1:
+            metrics[f"{prefix}/stderr/{name}"] = float(np.std(values_P, ddof=1) / np.sqrt(len(values_P)))
+    return metrics
 
 
 def intervals(scores: Mapping[str, np.ndarray], seed: int) -> dict[str, tuple[float, float]]:

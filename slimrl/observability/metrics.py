@@ -27,6 +27,7 @@ METRIC_NAMES = (
     "eval/<set>/accuracy",
     "eval/<set>/parts/<part>",
     "eval/<set>/pass_at_<k>",
+    "eval/<set>/stderr/<measure>",
     "policy/loss",
     "policy/clip_fraction",
     "policy/clamped_fraction",
@@ -141,7 +142,8 @@ METRIC_NAMES = (
     "time/step_s",
 )
 """Names of all metrics. The recipe names a `<set>`, a `<source>`, a `<ladder>` and each `<k>`, the reward a `<part>`,
-an environment a `<role>` and a `<metric>`; the latter three may hold slashes: `format/think`."""
+an environment a `<role>` and a `<metric>`; the latter three may hold slashes: `format/think`. A `<measure>` is the rest
+of another name of an evaluation."""
 _NAMED = {
     "<set>": "[^/]+",
     "<source>": "[^/]+",
@@ -150,6 +152,7 @@ _NAMED = {
     "<k>": "[1-9][0-9]*",
     "<part>": ".+",
     "<metric>": ".+",
+    "<measure>": "(?:reward_mean|accuracy|pass_at_[1-9][0-9]*|parts/.+)",
 }
 _PATTERNS = [
     re.compile(re.sub("<[a-z]+>", lambda named: _NAMED[named.group()], re.escape(name)), re.DOTALL)

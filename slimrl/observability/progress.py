@@ -4,6 +4,7 @@ On a terminal a second live line counts the steps of the run and estimates the r
 same for other terminals (now_file.py).
 """
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -228,5 +229,5 @@ def _evaluations(metrics: Mapping[str, float]) -> list[str]:
     return [
         f"{name.split('/')[1]} {value:.3f}"
         for name, value in metrics.items()
-        if name.startswith("eval/") and name.endswith("/reward_mean")
+        if re.fullmatch("eval/[^/]+/reward_mean", name)
     ]

@@ -50,8 +50,8 @@ def _curves(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
     """Metrics of the large panel: rewards, or else a loss."""
     recorded = {name for steps in runs for line in steps for name, value in line.items() if value is not None}
     names = [name for name in ("reward/mean",) if name in recorded]
-    # The accuracy equals the mean reward, and parts of the reward have scales of their own.
-    others = re.compile(r"eval/[^/]+/(?!accuracy$|parts/)")
+    # The accuracy equals the mean reward, and parts of the reward and standard errors have scales of their own.
+    others = re.compile(r"eval/[^/]+/(?!accuracy$|parts/|stderr/)")
     names += sorted(filter(others.match, recorded))
     return names or [name for name in LOSSES if name in recorded][:1]
 

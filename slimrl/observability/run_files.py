@@ -15,6 +15,8 @@ from slimrl.observability.run_folder import RunFolder
 
 DEFAULTS = dict(flatten(Recipe()))
 """Dotted key -> the schema's own value"""
+MARKS = ("config.yaml", "metrics.jsonl")
+"""Files by which a run's folder is known: one that is starting has the first, an old one may have the second alone"""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Run:
     name: str
     """Name that differs from those of the runs it is shown with"""
     steps: list[dict[str, Any]]
-    """Metrics of each step"""
+    """Metrics of each step; empty as long as none has ended"""
     starts: list[dict[str, Any]]
     """Entries of provenance.json, one for each start; empty for a run that has none"""
 
@@ -50,13 +52,15 @@ def read_runs(folders: list[Path]) -> list[Run]:
     """Read runs, each under the shortest name that tells it from the others.
 
     Raises:
-        ValueError: a folder has no metrics.jsonl, or it or provenance.json cannot be read.
+        ValueError: a folder is none of a run or named twice, or its metrics.jsonl or provenance.json cannot be read.
     """
     paths = [folder.resolve() for folder in folders]
     if doubled := [str(path) for path in set(paths) if paths.count(path) > 1]:
         raise ValueError(f"{', '.join(doubled)}: named twice. Name each run once.")
+    if missing := [str(path) for path in paths if not any((path / name).is_file() for name in MARKS)]:
+        raise ValueError(f"{', '.join(missing)}: no folder of a run: it has neither {' nor '.join(MARKS)}.")
     return [
-        read_run(path, name, read_metrics(path / "metrics.jsonl"))
+        read_run(path, name, read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else [])
         for path, name in zip(paths, short_names(paths), strict=True)
     ]
 

@@ -38,7 +38,7 @@ def state(run: Run) -> dict[str, Any]:
     holder = holder_of(run.folder.path)
     cause = _cause(run)
     if holder is not None:
-        word, cause = "running", f"in use by {holder}"
+        word, cause = "running" if run.steps else "starting", f"in use by {holder}"
     elif run.folder.requeue.is_file():
         word = "preempted"
     elif run.folder.ended_early.is_file():
@@ -81,11 +81,12 @@ def _utc(record: str) -> str:
 
 
 def duration(run: Run) -> dict[str, Any]:
-    """`begun` and `last` (of the newest metrics), `steps_s` (sum of its steps) and `eval_s` (sum of evaluations)."""
-    last = datetime.fromtimestamp(run.folder.metrics.stat().st_mtime, UTC)
+    """`begun` and `last` (of the newest metrics, null before the first), `steps_s` (sum of its steps) and `eval_s` (sum
+    of evaluations)."""
+    last = datetime.fromtimestamp(run.folder.metrics.stat().st_mtime, UTC) if run.steps else None
     return {
         "begun": run.starts[0]["time"] if run.starts else None,
-        "last": last.isoformat(timespec="seconds"),
+        "last": last.isoformat(timespec="seconds") if last else None,
         "starts": len(run.starts),
         "steps_s": sum(line.get("time/step_s") or 0.0 for line in run.steps),
         "eval_s": sum(line.get("time/eval_s") or 0.0 for line in run.steps),

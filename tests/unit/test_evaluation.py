@@ -53,6 +53,9 @@ def test_scores_are_of_prompts_and_their_means_are_metrics():
     assert metrics == {
         "eval/held/reward_mean": 0.25, "eval/held/accuracy": 0.25, "eval/held/pass_at_1": 0.25,
         "eval/held/pass_at_2": 0.5,
+        # The prompts' means are 0.5 and 0: a deviation of 0.25 * sqrt(2) over sqrt(2); of pass@2 they are 1 and 0.
+        "eval/held/stderr/reward_mean": 0.25, "eval/held/stderr/accuracy": 0.25,
+        "eval/held/stderr/pass_at_1": 0.25, "eval/held/stderr/pass_at_2": 0.5,
     }  # fmt: skip
     assert all(map(is_metric, metrics))
     assert not is_metric("eval/held/pass_at_0")

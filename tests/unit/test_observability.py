@@ -259,7 +259,8 @@ def test_each_line_of_the_samples_is_made_visible_once(tmp_path, monkeypatch):
 
 
 def test_the_curve_of_an_evaluation_is_its_reward_and_not_its_parts():
-    line = dict.fromkeys(("eval/a/reward_mean", "eval/a/accuracy", "eval/a/pass_at_2", "eval/a/parts/length"), 1.0)
+    names = ("reward_mean", "accuracy", "pass_at_2", "parts/length", "stderr/reward_mean")
+    line = dict.fromkeys((f"eval/a/{name}" for name in names), 1.0)
     assert _curves([[line]]) == ["eval/a/pass_at_2", "eval/a/reward_mean"]
 
 

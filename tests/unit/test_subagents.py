@@ -108,6 +108,13 @@ def test_a_sub_agent_works_in_a_context_of_its_own_and_its_last_words_are_the_an
     np.testing.assert_array_equal(of_helper.routed_experts[:rows], expert_rows(rows, 2))
     assert trajectory.num_turns == trajectory.metadata["num_turns"] == 2
     assert trajectory.metadata["num_subagents"] == 1
+    (account,) = trajectory.metadata["subagents"]
+    assert (account["name"], account["turn"], account["call"], account["status"]) == ("helper", 0, 0, "completed")
+    assert trajectory.segments[slice(*account["segments"])] == [of_helper]
+    said = [message["content"] for message in account["messages"][account["num_prompt_messages"] :]]
+    assert [message["role"] for message in account["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert said[-1] == "It is two."
+    assert "It is two." not in [message["content"] for message in trajectory.messages if message["role"] == "assistant"]
     calls = {name: counts["calls"] for name, counts in trajectory.metadata["tool_calls"].items()}
     assert calls == {"helper": 1, "calculator": 1}
     assert trajectory.metadata["num_tool_calls"] == 2
@@ -191,7 +198,7 @@ def test_nothing_is_left_to_share_for_too_many_of_them():
     assert trajectory.status is Status.completed
     assert len(engine.requests) == 2
     assert trajectory.metadata["tool_calls"]["helper"] == {"calls": 3, "errors": 3, "malformed": 0}
-    assert "num_subagents" not in trajectory.metadata
+    assert {"num_subagents", "subagents"} & trajectory.metadata.keys() == set()
 
 
 def test_one_that_fails_fails_the_trajectory_and_ends_the_others():

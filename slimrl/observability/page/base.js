@@ -1,6 +1,12 @@
 // Data of the page, elements, numbers, colours and packed parts. Texts of runs become text nodes alone.
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const RUNS = DATA.runs;
+// A page that follows its runs gets other data later; each file's reader then takes what it keeps of them.
+let DATA = null, RUNS = [];
+const readers = [];
+function readData(data) {
+  DATA = data;
+  RUNS = data.runs;
+  readers.forEach((read) => read());
+}
 const PALETTE = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#db2777", "#ca8a04", "#64748b", "#dc2626", "#4f46e5"];
 const colour = (number) => PALETTE[number % PALETTE.length];
 const byId = (id) => document.getElementById(id);
@@ -13,7 +19,7 @@ function element(name, attributes, ...children) {
     else if (value === true) made.setAttribute(key, "");
     else if (value !== false && value != null) made.setAttribute(key, value);
   }
-  for (const child of children.flat()) if (child != null) made.append(child);
+  for (const child of children.flat(Infinity)) if (child != null) made.append(child);
   return made;
 }
 
@@ -52,7 +58,7 @@ function figureLayout(extra) {
   const { xaxis, yaxis, ...rest } = extra;
   return {
     margin: { l: 50, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: cssColour("--text"), size: 11, family: "system-ui, sans-serif" }, hovermode: "closest", modebar: { bgcolor: "rgba(0,0,0,0)", color: cssColour("--soft"), activecolor: cssColour("--accent") },
+    font: { color: cssColour("--text"), size: 11, family: "system-ui, sans-serif" }, hovermode: "closest", uirevision: "kept", modebar: { bgcolor: "rgba(0,0,0,0)", color: cssColour("--soft"), activecolor: cssColour("--accent") },
     hoverlabel: { bgcolor: cssColour("--card"), bordercolor: cssColour("--line"), font: { color: cssColour("--text") } },
     legend: { orientation: "h", y: -0.12, yanchor: "top", font: { size: 10 } },
     xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,
@@ -62,13 +68,18 @@ function figureLayout(extra) {
 const FIGURE = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
   plotlyServerURL: "", showSendToCloud: false, showLink: false, showEditInChartStudio: false };
 
-// The value of a packed part: Base64 of gzipped JSON, in a script element that is read once it is asked for.
+// The value of a packed part: Base64 of gzipped JSON, in a script element that is read once it is asked for, or from
+// slimrl report --follow. Null if there is none.
 async function unpacked(id) {
-  if (!byId(id) && document.readyState === "loading") await new Promise((done) => document.addEventListener("DOMContentLoaded", done));
-  const holder = byId(id);
-  if (!holder) return null;
-  const stream = new Blob([bytesOf(holder.textContent)]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const text = DATA.version ? await askedPart(id) : await writtenPart(id);
+  if (text === null) return null;
+  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
   return JSON.parse(await new Response(stream).text());
+}
+
+async function writtenPart(id) {
+  if (!byId(id) && document.readyState === "loading") await new Promise((done) => document.addEventListener("DOMContentLoaded", done));
+  return byId(id) && byId(id).textContent;
 }
 
 function bytesOf(base64) {
@@ -87,8 +98,13 @@ function quantityValues(packed) {
   return values;
 }
 
+// Give a select its options; what is chosen stays if it is among them, and one that has them already stays as it is.
 function fillSelect(select, options) {
-  select.replaceChildren(...options.map(([value, title]) => element("option", { value }, title)));
+  const given = JSON.stringify(options), { value } = select;
+  if (select.dataset.options === given) return;
+  select.dataset.options = given;
+  select.replaceChildren(...options.map(([one, title]) => element("option", { value: one }, title)));
+  if (options.some(([one]) => String(one) === value)) select.value = value;
 }
 
 // A name in a figure, where Plotly would read tags.

@@ -1,40 +1,44 @@
 // One trajectory: as a conversation, beside its group, or as tokens.
 const FIRST_CHARACTERS = 12000; // of a text, before it is asked for more
-const detail = { view: "conversation", asked: 0 };
-const cachedConversations = new Map();
+const detail = { view: "conversation", asked: 0, part: null };
+const cachedConversations = new Map(); // packed part -> its value
 
-async function conversationOf(row) {
-  if (!cachedConversations.has(row)) {
+async function conversationOf(part) {
+  if (!cachedConversations.has(part)) {
+    const conversation = await unpacked("c" + part);
+    if (conversation === null) return { messages: [] };
     if (cachedConversations.size > 300) cachedConversations.delete(cachedConversations.keys().next().value);
-    cachedConversations.set(row, await unpacked("c" + row) || { messages: [] });
+    cachedConversations.set(part, conversation);
   }
-  return cachedConversations.get(row);
+  return cachedConversations.get(part);
 }
 
-const textsOf = (conversation) => ({ messages: conversation.messages, label: conversation.label, error: (conversation.metadata || {}).error });
+const textsOf = ({ messages, label, metadata = {} }) => ({ messages, label, error: metadata.error, subagents: (metadata.subagents || []).map((one) => one.messages) });
 
 function setView(view) {
   detail.view = view;
 }
 
-async function showDetail(row) {
-  const asked = ++detail.asked;
-  const conversation = await conversationOf(row);
-  const hasTokens = byId("t" + row) !== null;
+async function showDetail(row, scrollTop = 0) {
+  const asked = ++detail.asked, columns = COLUMNS, key = keyOf(row), part = columns.part[row], hasTokens = columns.has_tokens[row];
+  const conversation = await conversationOf(part);
   const view = detail.view === "tokens" && !hasTokens ? "conversation" : detail.view;
-  const content = view === "tokens" ? tokenView(await unpacked("t" + row)) : view === "group" ? await groupView(row) : conversationView(conversation);
+  const segments = view === "tokens" ? await unpacked("t" + part) : null;
+  const content = segments ? tokenView(segments, conversation) : view === "group" ? await groupView(row, columns) : conversationView(conversation);
   if (asked !== detail.asked) return;
+  detail.part = part;
   const views = ["conversation", "tokens", "group"].filter((name) => name !== "tokens" || hasTokens);
-  const buttons = views.map((name) => element("button", { type: "button", "data-view": name, "aria-pressed": String(name === view), click: () => { setView(name); showDetail(row); } }, name));
+  const again = () => { if (rowOfKey.has(key)) showDetail(rowOfKey.get(key)); };
+  const buttons = views.map((name) => element("button", { type: "button", "data-view": name, "aria-pressed": String(name === view), click: () => { setView(name); again(); } }, name));
   byId("detail").replaceChildren(
     element("div", { class: "detail-head" }, element("button", { type: "button", title: "previous (k)", click: () => chooseNext(-1) }, "‹"),
       element("button", { type: "button", title: "next (j)", click: () => chooseNext(1) }, "›"), buttons),
-    detailFacts(row, conversation), content);
-  byId("detail").scrollTop = 0;
+    detailFacts(row, columns, conversation), content);
+  byId("detail").scrollTop = scrollTop;
 }
 
-function detailFacts(row, conversation) {
-  const value = (name) => (COLUMNS[name] ? COLUMNS[name][row] : null);
+function detailFacts(row, columns, conversation) {
+  const value = (name) => (columns[name] ? columns[name][row] : null);
   const parts = (given) => Object.entries(given || {}).map(([name, one]) => name + " " + number(one)).join(", ");
   const words = [
     "reward " + number(value("reward")), parts(conversation.rewards), parts(conversation.role_rewards),
@@ -108,6 +112,13 @@ function messageView(message, facts, isOther) {
     words ? longText(words) : null, (message.tool_calls || []).map(callView));
 }
 
+// What a sub-agent was asked and said, below the turn that called it.
+function subagentView({ name, call, status, messages, num_prompt_messages: prompts }) {
+  const turns = messages.slice(prompts).filter((message) => message.role === "assistant").length;
+  const says = "sub-agent " + name + ", call " + call + ", " + turns + (turns === 1 ? " turn, " : " turns, ") + status;
+  return element("details", { class: "subagent", open: true }, element("summary", {}, visible(says)), messages.map((message) => messageView(message, [], false)));
+}
+
 function conversationView(conversation) {
   const { metadata = {}, images = {}, turn_rewards: rewards = [] } = conversation;
   const environment = metadata.environment || {};
@@ -118,6 +129,7 @@ function conversationView(conversation) {
   const image = (number) => (images[number] ? element("img", { src: "data:image/png;base64," + images[number], alt: "state before turn " + number, loading: "lazy" }) : null);
   // With several roles, turns are numbered through all conversations, which stand here one after the other.
   const numbered = first === undefined;
+  const subagentsOf = (number) => (metadata.subagents || []).filter((one) => one.turn === number).map(subagentView);
   conversation.messages.forEach((message, place) => {
     const facts = [];
     if (numbered && message.role === "assistant" && place >= prompts) {
@@ -128,34 +140,36 @@ function conversationView(conversation) {
       turn++;
     }
     made.push(messageView(message, facts, message.conversation && message.conversation !== first));
+    if (numbered && message.role === "assistant" && place >= prompts) made.push(...subagentsOf(turn - 1));
   });
   if (!numbered) Object.keys(images).forEach((one) => made.push(element("div", { class: "message" }, element("div", { class: "who" }, "what the environment showed before turn " + one), image(one))));
   else if (images[turn]) made.push(element("div", { class: "message" }, element("div", { class: "who" }, "what the environment showed at the end"), image(turn)));
-  const { error, ...rest } = metadata;
+  const { error, subagents, ...rest } = metadata;
   return element("div", {}, made, element("details", {}, element("summary", {}, "metadata and state of the environment"), longText(JSON.stringify(rest, null, 2))));
 }
 
 // All trajectories of the chosen one's group, side by side.
-async function groupView(row) {
-  const same = ["run", "step", "set", "group"];
+async function groupView(row, columns) {
+  const same = ["run", "step", "set", "group"], count = columns.id.length;
   const members = [];
-  for (let other = 0; other < NUM_ROWS; other++) if (same.every((name) => COLUMNS[name][other] === COLUMNS[name][row])) members.push(other);
-  const rewards = members.map((one) => COLUMNS.reward[one]).filter((value) => value != null);
-  const scale = Math.max(1e-9, ...members.map((one) => Math.abs(COLUMNS.advantage[one] ?? 0)));
+  for (let other = 0; other < count; other++) if (same.every((name) => columns[name][other] === columns[name][row])) members.push(other);
+  const rewards = members.map((one) => columns.reward[one]).filter((value) => value != null);
+  const scale = Math.max(1e-9, ...members.map((one) => Math.abs(columns.advantage[one] ?? 0)));
   const mean = rewards.length ? rewards.reduce((sum, value) => sum + value, 0) / rewards.length : null;
-  const cards = await Promise.all(members.map(async (one) => {
-    const conversation = await conversationOf(one), advantage = COLUMNS.advantage[one];
+  const keys = members.map(keyOf);
+  const cards = await Promise.all(members.map(async (one, place) => {
+    const conversation = await conversationOf(columns.part[one]), advantage = columns.advantage[one];
     const said = conversation.messages.slice((conversation.metadata || {}).num_prompt_messages || 1);
     const width = 50 * Math.abs(advantage ?? 0) / scale;
     return element("div", { class: "member" + (one === row ? " chosen" : "") },
-      element("button", { type: "button", click: () => { setView("conversation"); choose(one); } }, "open"),
-      element("div", {}, "reward " + number(COLUMNS.reward[one]) + (advantage == null ? "" : ", advantage " + number(advantage))),
+      element("button", { type: "button", click: () => { if (rowOfKey.has(keys[place])) { setView("conversation"); choose(rowOfKey.get(keys[place])); } } }, "open"),
+      element("div", {}, "reward " + number(columns.reward[one]) + (advantage == null ? "" : ", advantage " + number(advantage))),
       advantage == null ? null : element("div", { class: "bar", title: "advantage" }, element("i", { style: "width:" + width + "%;left:" + (advantage < 0 ? 50 - width : 50) + "%;background:var(--" + (advantage < 0 ? "bad" : "good") + ")" })),
-      element("div", { class: "hint" }, COLUMNS.status[one] + ", " + (COLUMNS.turns[one] ?? "–") + " turns, " + number(COLUMNS.tokens[one]) + " tokens"),
+      element("div", { class: "hint" }, columns.status[one] + ", " + (columns.turns[one] ?? "–") + " turns, " + number(columns.tokens[one]) + " tokens"),
       said.map((message) => messageView(message, [], false)));
   }));
-  const prompt = (await conversationOf(row)).messages.slice(0, ((await conversationOf(row)).metadata || {}).num_prompt_messages || 1);
-  return element("div", {}, prompt.map((message) => messageView(message, [], false)),
+  const { messages, metadata = {} } = await conversationOf(columns.part[row]);
+  return element("div", {}, messages.slice(0, metadata.num_prompt_messages || 1).map((message) => messageView(message, [], false)),
     element("p", { class: "hint" }, members.length + (members.length === 1 ? " trajectory of the group is" : " trajectories of the group are") + " on this page; mean reward " + number(mean)),
     element("div", { class: "group" }, cards));
 }

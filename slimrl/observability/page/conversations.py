@@ -6,6 +6,7 @@ begin, the same number of trajectories each.
 """
 
 import base64
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ class Conversations:
     columns: dict[str, list[Any]] = field(default_factory=dict)
     """One list for each column of the table; null where unknown"""
     parts: list[tuple[str, str]] = field(default_factory=list)
-    """Packed conversation, and packed tokens (empty if they are not recorded), of each row"""
+    """Packed conversation, and packed tokens (empty if they are not recorded), of each row; the column `part` has the
+    name that the page gives both, which no other content has"""
     found: int = 0
     """Number of trajectories in the files that were read"""
 
@@ -49,18 +51,42 @@ class Conversations:
         self.parts.append(parts)
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """What was taken from the files of one step or of one evaluation."""
+
+    stamps: list[tuple[int, int]]
+    """Time of change and size of each file"""
+    limit: int
+    found: int
+    rows: list[tuple[dict[str, Any], tuple[str, str]]]
+    """Row of the table, and packed parts, of each trajectory"""
+
+    def serves(self, stamps: list[tuple[int, int]], limit: int) -> bool:
+        return self.stamps == stamps and (limit <= self.limit or len(self.rows) == self.found)
+
+
+Known = dict[tuple[Path, ...], _Taken]
+"""What an earlier call took from files, which are not read again as long as they stay the same"""
+
+
 def conversations(
-    runs: Sequence[Run], most: int, seen: Callable[[int, int], None] = lambda done, total: None
+    runs: Sequence[Run],
+    most: int,
+    known: Known | None = None,
+    seen: Callable[[int, int], None] = lambda done, total: None,
 ) -> Conversations:
     """The trajectories of all runs, by run and step.
 
     Args:
         most: number of trajectories that the page holds.
+        known: of an earlier call for the same runs; gets what this one takes in place of it.
         seen: called before each step with the numbers of those that are read, and of all.
 
     Raises:
         ValueError: a file cannot be read; names it.
     """
+    earlier: Known = {} if known is None else dict(known)
     files = [
         (number, step, name, paths)
         for number, run in enumerate(runs)
@@ -68,20 +94,38 @@ def conversations(
     ]
     # Of more steps than the page may have trajectories, as many are read, spread over the run.
     files = [files[place] for place in np.linspace(0, len(files) - 1, min(len(files), most)).astype(int)]
-    result = Conversations()
+    result, now = Conversations(), Known()
     for index, (number, step, name, paths) in enumerate(files):
         seen(index, len(files))
-        rows = _rows(paths)
-        result.found += len(rows)
         # What earlier files have left is shared by those that follow.
         share = (most - len(result.parts)) // (len(files) - index)
-        for row in _whole_groups(rows, share):
-            images = _images(row, runs[number].folder.trajectories)
-            result.add(
-                {"run": number, "step": step, "set": name, **_table_row(row)},
-                (compressed(_text_part(row, images)), _token_part(row)),
-            )
+        taken = now[tuple(paths)] = _take(paths, share, earlier.get(tuple(paths)))
+        result.found += taken.found
+        place = {"run": number, "step": step, "set": name}
+        for row, parts in taken.rows:
+            values = {**place, **row}
+            result.add({**values, "part": _digest([*values.values(), *parts]), "has_tokens": parts[1] != ""}, parts)
+    if known is not None:
+        known.clear()
+        known.update(now)
     return result
+
+
+def _take(paths: Sequence[Path], limit: int, earlier: _Taken | None) -> _Taken:
+    stamps = [(stat.st_mtime_ns, stat.st_size) for stat in (path.stat() for path in paths)]
+    if earlier is not None and earlier.serves(stamps, limit):
+        kept = {row["id"] for row in _whole_groups([row for row, _ in earlier.rows], limit, "group")}
+        return _Taken(stamps, limit, earlier.found, [one for one in earlier.rows if one[0]["id"] in kept])
+    rows = _rows(paths)
+    packed = [
+        (_table_row(row), (compressed(_text_part(row, _images(row, paths[0].parent))), _token_part(row)))
+        for row in _whole_groups(rows, limit, "group_id")
+    ]
+    return _Taken(stamps, limit, len(rows), packed)
+
+
+def _digest(values: Sequence[Any]) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def _files(folder: Path) -> dict[tuple[int, str], list[Path]]:
@@ -126,11 +170,15 @@ def _of_evaluation(item: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole_groups(rows: list[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
-    """The trajectories of the first groups, as many whole groups as the limit holds; at least one trajectory."""
+def _whole_groups(rows: list[dict[str, Any]], limit: int, key: str) -> Iterator[dict[str, Any]]:
+    """The trajectories of the first groups, as many whole groups as the limit holds; at least one trajectory.
+
+    Args:
+        key: that of a row's group.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(row["group_id"], []).append(row)
+        groups.setdefault(row[key], []).append(row)
     left = max(limit, 1)
     for number, members in enumerate(groups.values()):
         if len(members) > left and number:

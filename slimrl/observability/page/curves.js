@@ -1,8 +1,10 @@
 // Curves of the metrics: one panel each, drawn when it comes into view.
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const curveSettings = { smoothing: 0, band: true };
-const drawnPanels = new Map(); // element of a figure -> its panel
-const families = [...new Set(RUNS.map((run) => run.family))];
+const panelCards = new Map(); // title of a panel -> { panel, card, target } (the element of its figure)
+const addedPanels = []; // that the reader asked for
+let families = [];
+readers.push(() => { families = [...new Set(RUNS.map((run) => run.family))]; });
 const panelWatcher = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => {
   panelWatcher.unobserve(entry.target);
   drawPanel(entry.target);
@@ -15,6 +17,18 @@ function measured(run, metric) {
     if (value != null) { pairs[0].push(run.curves.step[place]); pairs[1].push(value); }
   });
   return pairs;
+}
+
+const standardError = (metric) => metric.replace(/^eval\/[^/]+\//, "$&stderr/");
+
+// Half of the 95% interval of each value of an evaluation, over prompts like its own, as a bar at its point.
+function errorBars(run, metric, steps, tint) {
+  const errors = metric.startsWith("eval/") ? run.curves[standardError(metric)] : undefined;
+  if (!errors) return {};
+  const at = new Map(run.curves.step.map((step, place) => [step, errors[place]]));
+  const halves = steps.map((step) => (at.get(step) == null ? null : 1.96 * at.get(step)));
+  return { error_y: { type: "data", array: halves, color: withAlpha(tint, 0.55), thickness: 1.2, width: 3 },
+    customdata: halves.map((half) => (half == null ? "" : " ± " + number(half, 2))) };
 }
 
 // Exponential moving average, begun at the first value.
@@ -50,7 +64,7 @@ function curveTraces(metric, family, tint, dash, label) {
   const curves = raw.map(([steps, values]) => [steps, smoothing ? smoothed(values, smoothing) : values]);
   const line = { color: tint, dash, width: 1.8 };
   const few = raw[0][0].length <= 60;
-  const hover = (name) => "step %{x}: %{y:.5g}<extra>" + name.replace(/[<>&]/g, " ") + "</extra>";
+  const hover = (name, more = "") => "step %{x}: %{y:.5g}" + more + "<extra>" + name.replace(/[<>&]/g, " ") + "</extra>";
   const common = { type: "scatter", line, marker: { size: 4, color: tint }, mode: few ? "lines+markers" : "lines" };
   if (band && runs.length > 1) {
     const { steps, mean, low, high } = acrossSeeds(curves);
@@ -62,7 +76,8 @@ function curveTraces(metric, family, tint, dash, label) {
     const own = runs.length > 1 ? label + " " + plain(run.name) : label;
     const faint = smoothing ? [{ type: "scatter", mode: "lines", x: raw[place][0], y: raw[place][1], line: { color: withAlpha(tint, 0.25), width: 1 },
       hoverinfo: "skip", showlegend: false }] : [];
-    return [...faint, { ...common, x: curves[place][0], y: curves[place][1], name: own, hovertemplate: hover(own), showlegend: place === 0, meta: run.name }];
+    const bars = smoothing ? {} : errorBars(run, metric, curves[place][0], tint);
+    return [...faint, { ...common, ...bars, x: curves[place][0], y: curves[place][1], name: own, hovertemplate: hover(own, bars.customdata ? "%{customdata}" : ""), showlegend: place === 0, meta: run.name }];
   });
 }
 
@@ -78,12 +93,12 @@ function panelTraces(panel) {
 }
 
 function drawPanel(target) {
-  const panel = drawnPanels.get(target);
+  const { panel } = panelCards.get(target.dataset.panel);
   const traces = panelTraces(panel);
   const names = traces.filter((trace) => trace.showlegend !== false && trace.name).length;
   const layout = figureLayout({
     xaxis: { nticks: 8, tickformat: "d", range: stepRange() },
-    yaxis: { type: panel.log ? "log" : "linear", rangemode: panel.zero && !panel.log ? "tozero" : "normal", exponentformat: "power" },
+    yaxis: { uirevision: String(panel.log), type: panel.log ? "log" : "linear", rangemode: panel.zero && !panel.log ? "tozero" : "normal", exponentformat: "power" },
     showlegend: names > 1 && names <= 12, hovermode: "x",
   });
   Plotly.react(target, traces, layout, FIGURE);
@@ -100,21 +115,42 @@ function stepRange() {
 }
 
 function panelCard(panel) {
-  const target = element("div", { class: "plot" });
+  const target = element("div", { class: "plot", "data-panel": panel.title });
   const button = element("button", { type: "button", "aria-pressed": String(panel.log), title: "logarithmic scale", click: () => {
     panel.log = !panel.log;
     button.setAttribute("aria-pressed", String(panel.log));
     drawPanel(target);
   } }, "log");
-  const card = element("div", { class: "card panel", "data-find": (panel.title + " " + panel.metrics.join(" ")).toLowerCase(), title: panel.metrics.join("\n") },
+  const card = element("div", { class: "card panel" },
     element("div", { class: "panel-head" }, element("h2", {}, panel.title, panel.unit ? element("span", { class: "unit" }, panel.unit) : null), button), target);
-  drawnPanels.set(target, panel);
-  panelWatcher.observe(target);
+  panelCards.set(panel.title, { panel, card, target });
   return card;
 }
 
+// Cards of all panels in their order; those that are there stay, with the scale that the reader has chosen.
+function layPanels() {
+  [...addedPanels, ...DATA.panels].forEach((panel, place) => {
+    const known = panelCards.get(panel.title);
+    const card = known ? known.card : panelCard(panel);
+    if (known) known.panel.metrics = panel.metrics;
+    card.dataset.find = (panel.title + " " + panel.metrics.join(" ")).toLowerCase();
+    card.title = panel.metrics.join("\n");
+    const holder = byId("panels");
+    if (holder.children[place] !== card) holder.insertBefore(card, holder.children[place] || null);
+  });
+  filterPanels(byId("find-panel").value);
+  const known = new Set([...addedPanels, ...DATA.panels].flatMap((panel) => panel.metrics));
+  const others = [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => name !== "step" && !known.has(name)).sort();
+  fillSelect(byId("add-metric"), [["", "another metric …"], ...others.map((name) => [name, name])]);
+  byId("run-legend").replaceChildren(...(families.length > 1 ? families.map((family, order) => element("span", {},
+    element("span", { class: "swatch", style: "background:" + colour(order) }), visible(familyName(family)))) : []));
+  byId("band").parentElement.hidden = families.length === RUNS.length;
+  redrawPanels();
+}
+
+// Those in view at once, the others when they come into view.
 function redrawPanels() {
-  for (const target of drawnPanels.keys()) if (target.dataset.listens) drawPanel(target);
+  for (const { target } of panelCards.values()) { panelWatcher.unobserve(target); panelWatcher.observe(target); }
 }
 
 function filterPanels(words) {
@@ -123,24 +159,19 @@ function filterPanels(words) {
 
 // Show the panel of a metric; one that no panel has is added.
 function findPanel(metric) {
-  if (!DATA.panels.some((panel) => panel.metrics.includes(metric))) addPanel(metric);
   byId("find-panel").value = metric;
+  addPanel(metric);
   filterPanels(metric);
 }
 
 function addPanel(metric) {
-  const panel = { title: metric, metrics: [metric], unit: "", log: false, zero: false };
-  DATA.panels.push(panel);
-  byId("panels").prepend(panelCard(panel));
+  if ([...addedPanels, ...DATA.panels].some((panel) => panel.metrics.includes(metric))) return;
+  addedPanels.unshift({ title: metric, metrics: [metric], unit: "", log: false, zero: false });
+  layPanels();
 }
 
-function drawCurves() {
-  byId("run-legend").replaceChildren(...(families.length > 1 ? families.map((family, order) => element("span", {},
-    element("span", { class: "swatch", style: "background:" + colour(order) }), visible(familyName(family)))) : []));
-  byId("panels").replaceChildren(...DATA.panels.map(panelCard));
-  const known = new Set(DATA.panels.flatMap((panel) => panel.metrics));
-  const others = [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => name !== "step" && !known.has(name)).sort();
-  fillSelect(byId("add-metric"), [["", "another metric …"], ...others.map((name) => [name, name])]);
+function startCurves() {
+  layPanels();
   byId("add-metric").addEventListener("change", (event) => { if (event.target.value) addPanel(event.target.value); event.target.value = ""; });
   byId("smoothing").addEventListener("input", (event) => {
     curveSettings.smoothing = Number(event.target.value);
@@ -148,7 +179,6 @@ function drawCurves() {
     redrawPanels();
   });
   byId("band").addEventListener("change", (event) => { curveSettings.band = event.target.checked; redrawPanels(); });
-  byId("band").parentElement.hidden = families.length === RUNS.length;
   byId("find-panel").addEventListener("input", (event) => filterPanels(event.target.value));
   repaints.push(redrawPanels);
 }

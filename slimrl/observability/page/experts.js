@@ -1,5 +1,5 @@
 // Load of the experts: all layers at one step, and one layer over all steps.
-const expertsState = { load: null };
+const expertsState = { run: null, load: null };
 
 const heatLayout = (x, y) => figureLayout({ margin: { l: 55, r: 10, t: 8, b: 40 }, xaxis: { title: { text: x }, type: "category", nticks: 20 }, yaxis: { title: { text: y }, type: "category", nticks: 16 } });
 
@@ -22,23 +22,29 @@ function drawExperts() {
 }
 
 async function readExperts() {
-  const run = Number(byId("expert-run").value);
+  const slider = byId("expert-step"), run = Number(byId("expert-run").value);
   const load = await unpacked("e" + run);
-  const values = load.loads.map(quantityValues);
-  Object.assign(expertsState, { load, values, most: Math.max(...load.loads.map((one) => one.high)) });
-  byId("expert-step").max = load.steps.length - 1;
-  byId("expert-step").value = load.steps.length - 1;
+  if (!load) return;
+  const isSame = expertsState.run === run, values = load.loads.map(quantityValues);
+  // The step that the reader has chosen stays; one who looks at the newest goes on to the newest.
+  const chosen = isSame && Number(slider.value) < expertsState.load.steps.length - 1 ? load.steps.indexOf(expertsState.load.steps[Number(slider.value)]) : -1;
+  Object.assign(expertsState, { run, load, values, most: Math.max(...load.loads.map((one) => one.high)) });
+  slider.max = load.steps.length - 1;
+  slider.value = chosen < 0 ? load.steps.length - 1 : chosen;
   fillSelect(byId("expert-layer"), load.layers.map((layer, place) => [place, "layer " + layer]));
   drawExperts();
 }
 
+function updateExperts() {
+  fillSelect(byId("expert-run"), DATA.expert_runs.map((run) => [run, visible(RUNS[run].name)]));
+  byId("expert-run").parentElement.hidden = DATA.expert_runs.length < 2;
+  return readExperts();
+}
+
 function startExperts() {
-  const runs = DATA.expert_runs;
-  fillSelect(byId("expert-run"), runs.map((run) => [run, visible(RUNS[run].name)]));
-  byId("expert-run").parentElement.hidden = runs.length < 2;
+  updateExperts();
   byId("expert-run").addEventListener("change", readExperts);
   byId("expert-step").addEventListener("input", drawExperts);
   byId("expert-layer").addEventListener("change", drawExperts);
   repaints.push(drawExperts);
-  readExperts();
 }

@@ -1,6 +1,7 @@
 """What in a run's metrics asks for a look, by the rows of docs/debugging.md.
 
-RULES has those rows of that page that metrics alone decide, with its words; a test compares the two.
+RULES has those rows of that page that metrics alone decide, in its words, since an installed slimrl has no docs; a test
+compares the two.
 """
 
 import re
@@ -39,8 +40,8 @@ RULES = (
     Rule(
         (Sign("reward/mean", "below", 1e-9), Sign("rollout/zero_variance_fraction", "above", 0.99)),
         "The reward stays at 0",
-        "the policy learned nothing: all groups have zero variance",
-        "read some trajectories of the first step",
+        "the policy learned nothing, since all groups have zero variance",
+        "read some of trajectories/step_000001.jsonl",
     ),
     Rule(
         (Sign("rollout/truncated_fraction", "above", 0.8),),
@@ -75,8 +76,9 @@ RULES = (
     Rule(
         (Sign("reward/hacking_alarm", "above", 0.0),),
         "The reward is at 1",
-        "the reward can be had for less: proxies rise while verified parts fall",
-        "reward/parts/<part> shows which part; lower reward.parts.NAME.weight or set reward.parts.NAME.cap",
+        "the reward can be had for less",
+        "reward/parts/<part> shows which part; reward/hacking_alarm counts proxies that rise while verified parts fall "
+        "(reward.parts.NAME.verified); lower reward.parts.NAME.weight or set reward.parts.NAME.cap",
     ),
     Rule(
         (Sign("train/skipped_steps", "rose", 1.0),),
@@ -130,7 +132,7 @@ RULES = (
         (Sign("mismatch/far_fraction", "above", 0.0),),
         "Trainer and engines disagree",
         "one kind of token, such as the end of a turn",
-        "slimrl inspect-chat RECIPE; sort the trajectories by their largest gap",
+        "slimrl inspect-chat RECIPE; sort the trajectories of the page by their largest gap",
     ),
     Rule(
         (Sign("rollout/stale_cache_tokens", "above", 0.0),),
@@ -141,7 +143,7 @@ RULES = (
     Rule(
         (Sign("policy/entropy", "fell", 5.0),),
         "The entropy collapses",
-        "the policy forgets what it could do with more tries, unless it is solved",
+        "the policy forgets what it could do with more tries",
         "algorithm.clip_high above algorithm.clip_low, as in DAPO; algorithm.entropy_target, or algorithm.entropy_coef",
     ),
     Rule(
@@ -154,12 +156,12 @@ RULES = (
         (Sign("resync/replaced_engines", "above", 0.0),),
         "Engines die",
         "an engine ended, hung or failed in a resync",
-        "the cause in the engine's log",
+        "the cause from the engine's log",
     ),
     Rule(
         (Sign("rollout/failed_fraction", "above", 0.0),),
         "Trajectories fail",
-        "a tool, an environment or a reward raised, or an engine failed",
+        "a tool or an environment raised",
         "trajectories/failed.jsonl has the conversation, logs/driver.log the traceback",
     ),
     Rule(
@@ -171,7 +173,7 @@ RULES = (
     Rule(
         (Sign("rollout/retractions", "above", 0.0),),
         "Out of memory",
-        "a full KV cache is no error, but requests are computed again",
+        "a full KV cache is no error; requests are retracted and computed again",
         "rollout.max_concurrency_per_engine down, or rollout.adaptive_concurrency: true",
     ),
     Rule(

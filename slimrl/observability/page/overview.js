@@ -1,9 +1,17 @@
 // State of the runs, what asks for a look, the recipe against its base, model, versions and hardware.
-const STATE_CLASS = { running: "warn", complete: "good", failed: "bad", preempted: "warn" };
+const STATE_CLASS = { starting: "warn", running: "warn", complete: "good", failed: "bad", preempted: "warn" };
 
 // Metrics whose last values say most of a run.
 const HEADLINES = [/^reward\/mean$/, /^sft\/loss$/, /^eval\/[^/]+\/(accuracy|reward_mean)$/, /^rollout\/zero_variance_fraction$/, /^policy\/entropy$/,
   /^mismatch\/logprob_abs_mean$/, /^policy\/grad_norm$/, /^time\/step_s$/];
+
+const folds = new Map(); // name of what can be folded -> whether the reader has opened it
+const shownKinds = new Map(); // name of a run -> kinds of settings that its table shows
+
+function fold(name, open, attributes, summary, ...children) {
+  return element("details", { ...attributes, open: folds.get(name) ?? open, toggle: (event) => folds.set(name, event.target.open) },
+    element("summary", {}, summary), children);
+}
 
 function stateBadge(run) {
   return element("span", { class: "badge " + (STATE_CLASS[run.state.word] || "bad") }, run.state.word);
@@ -22,18 +30,25 @@ function lastValue(run, name) {
 // Whether a mean reward of an evaluation is its accuracy too.
 const repeatsAccuracy = (run, name) => name.endsWith("/reward_mean") && run.curves[name.replace("reward_mean", "accuracy")] !== undefined;
 
+// Of an evaluation half of the last 95% interval.
+function lastInterval(run, name) {
+  const half = name.startsWith("eval/") ? lastValue(run, standardError(name)) : null;
+  return half == null ? null : element("small", { class: "soft", title: "95% interval" }, " ± " + number(1.96 * half, 2));
+}
+
 function tiles(run) {
   const named = HEADLINES.flatMap((pattern) => Object.keys(run.curves).filter((name) => pattern.test(name)));
-  return element("div", { class: "tiles" }, named.filter((name) => lastValue(run, name) != null && !repeatsAccuracy(run, name)).map((name) => {
-    // An evaluation before the first step is a step 0, which has a time too.
-    const values = run.curves[name].filter((value, place) => value != null && (run.curves.step[place] > 0 || name.startsWith("eval/")));
-    return element("div", { class: "tile" }, element("span", {}, name), element("b", {}, number(values[values.length - 1])),
+  // An evaluation before the first step is a step 0, which has a time too.
+  const known = (name) => run.curves[name].filter((value, place) => value != null && (run.curves.step[place] > 0 || name.startsWith("eval/")));
+  return element("div", { class: "tiles" }, named.filter((name) => known(name).length && !repeatsAccuracy(run, name)).map((name) => {
+    const values = known(name);
+    return element("div", { class: "tile" }, element("span", {}, name), element("b", {}, number(values[values.length - 1]), lastInterval(run, name)),
       element("span", {}, "at first " + number(values[0])));
   }));
 }
 
 function findingList(run) {
-  if (!run.findings.length) return element("p", { class: "hint" }, "No metric asks for a look.");
+  if (!run.findings.length) return element("p", { class: "hint" }, run.state.step ? "No metric asks for a look." : "No step has ended yet.");
   return element("div", { class: "findings" }, run.findings.map((one) => element("div", { class: "finding" },
     element("a", { href: "#curves", click: () => findPanel(one.metric) }, one.metric), " " + one.says, element("br"),
     "Perhaps: " + one.cause + ". To do: ", element("span", { class: "mono" }, one.advice),
@@ -42,7 +57,8 @@ function findingList(run) {
 
 function settingsTable(run) {
   const kinds = ["command line", "recipe", "base", "default"];
-  const shown = new Set(["command line", "recipe"]);
+  if (!shownKinds.has(run.name)) shownKinds.set(run.name, new Set(["command line", "recipe"]));
+  const shown = shownKinds.get(run.name);
   const body = element("tbody");
   const draw = () => body.replaceChildren(...run.settings.filter((row) => shown.has(row.kind)).map((row) => element("tr", {},
     element("td", { class: "mono key" }, visible(row.key)), element("td", { class: "mono" }, visible(row.value)),
@@ -75,13 +91,13 @@ function runCard(run) {
       ["machine", machine.host ? machine.host.name + ", " + machine.host.cpus + " CPUs, " + machine.platform : null],
       ["versions", packages ? packages + ", Python " + machine.python : null], ["commit", git],
       ["command", machine.command ? element("code", {}, visible(machine.command.join(" "))) : null]]),
-    element("details", { open: RUNS.length === 1 }, element("summary", {}, "recipe against its base"), settingsTable(run)),
-    state.log ? element("details", {}, element("summary", {}, "end of logs/driver.log"), element("pre", { class: "mono" }, visible(state.log))) : null);
+    fold("settings " + run.path, RUNS.length === 1, {}, "recipe against its base", settingsTable(run)),
+    state.log ? fold("log " + run.path, false, {}, "end of logs/driver.log", element("pre", { class: "mono" }, visible(state.log))) : null);
 }
 
 function differenceCard() {
   if (!DATA.differences.length) return null;
-  return element("details", { class: "card", open: DATA.differences.length <= 12 }, element("summary", {}, "settings in which the runs differ: " + DATA.differences.length), element("div", { class: "scroll" }, element("table", {},
+  return fold("differences", DATA.differences.length <= 12, { class: "card" }, "settings in which the runs differ: " + DATA.differences.length, element("div", { class: "scroll" }, element("table", {},
     element("thead", {}, element("tr", {}, element("th", {}, "setting"), RUNS.map((run) => element("th", {}, visible(run.name))))),
     element("tbody", {}, DATA.differences.map((row) => element("tr", {}, element("td", { class: "mono key" }, visible(row.key)),
       row.values.map((value) => element("td", { class: "mono" }, value == null ? "–" : visible(value)))))))));
@@ -101,5 +117,5 @@ function comparisonCard() {
 
 function drawOverview() {
   byId("part-overview").replaceChildren(...[comparisonCard(), ...RUNS.map(runCard), differenceCard(),
-    element("p", { class: "hint" }, "Made " + DATA.made + " by slimrl report --html.")].filter(Boolean));
+    element("p", { class: "hint" }, "Made " + DATA.made + " by slimrl report.")].filter(Boolean));
 }

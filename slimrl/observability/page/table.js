@@ -1,15 +1,31 @@
 // The table of trajectories: sorted, filtered, and drawn only where it is seen.
-const COLUMNS = DATA.trajectories.columns;
-const NUM_ROWS = DATA.trajectories.shown;
 const ROW_HEIGHT = 28;
-const TABLE = [ // column, title, width, whether it is a number
+const ALL_COLUMNS = [ // column, title, width, whether it is a number
   ["run", "run", "8rem", false], ["step", "step", "3.6rem", true], ["set", "set", "5.5rem", false], ["source", "source", "6rem", false],
   ["group", "group", "7.5rem", false], ["reward", "reward", "5rem", true], ["advantage", "advantage", "6.2rem", true], ["status", "status", "5.6rem", false],
   ["turns", "turns", "3.6rem", true], ["tokens", "tokens", "4.4rem", true], ["errors", "errors", "4rem", true], ["version", "version", "4.4rem", true],
   ["gap", "largest gap", "6rem", true],
-].filter(([name]) => (["run", "set", "source"].includes(name) ? new Set(COLUMNS[name]).size > 1 :
-  (COLUMNS[name] || []).some((value) => value != null && value !== "" && (name !== "errors" || value))));
-const table = { sort: null, down: false, filters: {}, words: "", found: null, rows: [], made: new Map(), chosen: -1, search: 0, isSearching: false };
+];
+let COLUMNS = {}, NUM_ROWS = 0, TABLE = [];
+let rowOfKey = new Map(); // name of a trajectory that later data of the page have too -> its row
+const keyOf = (row) => [COLUMNS.run[row], COLUMNS.step[row], COLUMNS.set[row], COLUMNS.id[row]].join("\n");
+const table = { sort: null, down: false, filters: {}, words: "", found: null, rows: [], made: new Map(), chosen: -1, search: 0, isSearching: false,
+  searched: new Map() }; // packed part -> whether its conversation has the words
+
+// What the table keeps of rows is found again in other data by the rows' keys.
+readers.push(() => {
+  const chosen = table.chosen < 0 ? null : keyOf(table.chosen), found = table.found && [...table.found].map(keyOf);
+  COLUMNS = DATA.trajectories.columns;
+  NUM_ROWS = DATA.trajectories.shown;
+  if (COLUMNS.set) COLUMNS.set = COLUMNS.set.map((value) => value || "training");
+  rowOfKey = new Map(Array.from({ length: NUM_ROWS }, (_, row) => [keyOf(row), row]));
+  TABLE = ALL_COLUMNS.filter(([name]) => (["run", "set", "source"].includes(name) ? new Set(COLUMNS[name]).size > 1 :
+    (COLUMNS[name] || []).some((value) => value != null && value !== "" && (name !== "errors" || value))));
+  table.chosen = rowOfKey.get(chosen) ?? -1;
+  table.found = found && new Set(found.map((key) => rowOfKey.get(key)).filter((row) => row !== undefined));
+  for (const made of table.made.values()) made.remove();
+  table.made.clear();
+});
 
 const cellText = (name, row) => {
   const value = COLUMNS[name][row];
@@ -118,14 +134,21 @@ function chooseNext(by) {
 
 // Search conversations as they are unpacked; a later search ends an earlier one.
 async function searchTexts(words) {
-  const mine = ++table.search;
+  const mine = ++table.search, columns = COLUMNS, count = NUM_ROWS;
+  if (words !== table.words) table.searched = new Map();
   Object.assign(table, { words, isSearching: words !== "" });
   if (!words) { table.found = null; arrange(); return; }
   const wanted = words.toLowerCase(), found = new Set();
   table.found = found;
   let drawn = performance.now();
-  for (let row = 0; row < NUM_ROWS; row++) {
-    if (JSON.stringify(Object.values(textsOf(await conversationOf(row)))).toLowerCase().includes(JSON.stringify(wanted).slice(1, -1))) found.add(row);
+  for (let row = 0; row < count; row++) {
+    const part = columns.part[row];
+    if (!table.searched.has(part)) {
+      const texts = JSON.stringify(Object.values(textsOf(await conversationOf(part)))).toLowerCase();
+      if (table.search !== mine) return;
+      table.searched.set(part, texts.includes(JSON.stringify(wanted).slice(1, -1)));
+    }
+    if (table.searched.get(part)) found.add(row);
     if (performance.now() - drawn > 200) {
       await new Promise((done) => setTimeout(done));
       if (table.search !== mine) return;
@@ -160,20 +183,42 @@ function clearFilters() {
   arrange();
 }
 
-function startTable() {
+function fillFilters() {
   for (const [name, title] of [["run", "all runs"], ["step", "all steps"], ["set", "training and evaluation"], ["source", "all sources"], ["status", "any status"]]) {
-    const values = [...new Set(COLUMNS[name] || [])].filter((value) => value != null && (value !== "" || name === "set"));
+    const values = [...new Set(COLUMNS[name] || [])].filter((value) => value != null && value !== "");
     values.sort((a, b) => (typeof a === "number" ? a - b : String(a).localeCompare(String(b))));
-    const titled = (value) => (name === "run" ? RUNS[value].name : name === "step" ? (value < 0 ? "no step" : "step " + value) : value || "training");
-    fillSelect(byId("filter-" + name), [["", title], ...values.map((value) => [value === "" ? "training" : value, visible(titled(value))])]);
+    const titled = (value) => (name === "run" ? RUNS[value].name : name === "step" ? (value < 0 ? "no step" : "step " + value) : value);
+    fillSelect(byId("filter-" + name), [["", title], ...values.map((value) => [value, visible(titled(value))])]);
     byId("filter-" + name).hidden = values.length < 2;
   }
-  if (COLUMNS.set) COLUMNS.set = COLUMNS.set.map((value) => value || "training");
+  byId("largest-gaps").hidden = !TABLE.some(([name]) => name === "gap");
+}
+
+// Draw other data: the rows that were in view stay there, and what is open stays open.
+function updateTable(first) {
+  fillFilters();
+  arrange();
+  const holder = byId("table"), place = first ? table.rows.indexOf(rowOfKey.get(first.key)) : -1;
+  if (place >= 0) holder.scrollTop = place * ROW_HEIGHT + first.offset;
+  drawRows();
+  if (table.words) searchTexts(table.words);
+  if (table.chosen < 0) return;
+  if (location.hash.startsWith("#trajectories/")) history.replaceState(null, "", "#trajectories/" + table.chosen);
+  if (detail.part !== COLUMNS.part[table.chosen]) showDetail(table.chosen, byId("detail").scrollTop);
+}
+
+// The first row in view, unless the reader sees the begin.
+function firstInView() {
+  const { scrollTop } = byId("table"), place = Math.floor(scrollTop / ROW_HEIGHT);
+  return scrollTop > 0 && table.rows[place] !== undefined ? { key: keyOf(table.rows[place]), offset: scrollTop - place * ROW_HEIGHT } : null;
+}
+
+function startTable() {
+  fillFilters();
   for (const name of ["run", "step", "set", "source", "status", "reward"])
     byId("filter-" + name).addEventListener("change", (event) => { table.filters[name] = event.target.value; arrange(); });
   let wait = 0;
   byId("search").addEventListener("input", (event) => { clearTimeout(wait); wait = setTimeout(() => searchTexts(event.target.value.trim()), 250); });
-  byId("largest-gaps").hidden = !TABLE.some(([name]) => name === "gap");
   byId("largest-gaps").addEventListener("click", () => { sortBy("gap", true); if (table.rows.length) { setView("tokens"); choose(table.rows[0]); } });
   byId("clear-filters").addEventListener("click", clearFilters);
   byId("table").addEventListener("scroll", drawRows, { passive: true });

@@ -19,10 +19,10 @@ function drawTimes() {
   const marks = markLines(restarts, "restart", cssColour("--bad"), 1), engines = markLines(replaced, "engine restarted", cssColour("--warn"), 0.95);
   Plotly.react(byId("time-plot"), traces, figureLayout({
     barmode: "stack", bargap: step.length > 100 ? 0 : 0.15, xaxis: { tickformat: "d", nticks: 20 },
-    yaxis: { title: { text: share ? "share" : "s" }, tickformat: share ? ".0%" : "" },
+    uirevision: byId("time-run").value, yaxis: { uirevision: byId("time-run").value + share, title: { text: share ? "share" : "s" }, tickformat: share ? ".0%" : "" },
     shapes: [...marks.shapes, ...engines.shapes], annotations: [...marks.annotations, ...engines.annotations],
   }), FIGURE);
-  byId("time-note").textContent = step.length ? "An evaluation is no part of its step and stands on top of it. The first step warms up." : "This run has no times.";
+  byId("time-note").textContent = step.length ? "An evaluation is no part of its step and stands on top of it. The first step warms up." : "No step has times yet.";
   drawPhases(step, phases);
   drawProfile();
 }
@@ -59,18 +59,24 @@ function drawProfile() {
     hovertemplate: "%{y}<br>" + plain(span) + ": %{x:.3f} s<extra></extra>",
   }));
   byId("profile-plot").style.height = 140 + 34 * rows.length + "px";
-  Plotly.react(byId("profile-plot"), traces, figureLayout({ barmode: "stack", showlegend: false, xaxis: { title: { text: "seconds of its own in step " + profile.step } }, yaxis: { autorange: "reversed" } }), FIGURE);
+  Plotly.react(byId("profile-plot"), traces, figureLayout({ barmode: "stack", showlegend: false, uirevision: byId("time-run").value + "/" + profile.step, xaxis: { title: { text: "seconds of its own in step " + profile.step } }, yaxis: { autorange: "reversed" } }), FIGURE);
 }
 
 function fillProfiles() {
   fillSelect(byId("profile-step"), timeRun().times.profiles.map((profile, place) => [place, String(profile.step)]));
 }
 
-function startTimes() {
+function updateTimes() {
   fillSelect(byId("time-run"), RUNS.map((run, place) => [place, visible(run.name)]));
   byId("time-run").parentElement.hidden = RUNS.length === 1;
   fillProfiles();
+  drawTimes();
+}
+
+function startTimes() {
+  updateTimes();
   byId("time-run").addEventListener("change", () => { fillProfiles(); drawTimes(); });
+  repaints.push(drawTimes);
   byId("time-share").addEventListener("change", drawTimes);
   byId("profile-step").addEventListener("change", drawProfile);
 }

@@ -51,7 +51,9 @@ function legendView(title, scale) {
 
 const shownText = (text) => (text === "" ? "·" : visible(text).replaceAll("\n", "⏎\n"));
 
-function tokenView(segments) {
+function tokenView(segments, conversation) {
+  const subagents = (conversation.metadata || {}).subagents || [];
+  const speaker = (place) => { const one = subagents.find((other) => place >= other.segments[0] && place < other.segments[1]); return one ? ", sub-agent " + visible(one.name) : ""; };
   const all = segments.map(quantitiesOf);
   const names = [...new Set(all.flatMap((one) => Object.keys(one)))];
   if (!names.includes(tokenSettings.quantity)) tokenSettings.quantity = names[0];
@@ -116,18 +118,21 @@ function tokenView(segments) {
     spans[place][index].scrollIntoView({ block: "center" });
   };
   segments.forEach((segment, place) => holder.append(element("div", {},
-    segments.length > 1 || segment.role ? element("h3", {}, "segment " + place + (segment.role ? ", " + visible(segment.role) : "") + ", " + number(segment.texts.length) + " tokens") : null,
+    segments.length > 1 || segment.role ? element("h3", {}, "segment " + place + (segment.role ? ", " + visible(segment.role) : "") + speaker(place) + ", " + number(segment.texts.length) + " tokens") : null,
     element("div", { class: "text", dir: "ltr" }), element("div", { class: "more" }))));
   segments.forEach((_, place) => fill(place, FIRST_BLOCKS * BLOCK));
   legend.append(legendView(tokenSettings.quantity, painted.scale));
   const select = element("select", { id: "quantity", "aria-label": "Quantity that colours tokens", change: (event) => { tokenSettings.quantity = event.target.value; repaint(); drawJumps(); } },
     names.map((name) => element("option", { value: name, selected: name === tokenSettings.quantity }, name)));
-  const jumps = element("span", { class: "controls" });
-  const drawJumps = () => jumps.replaceChildren(...largest(all, tokenSettings.quantity, painted.scale).map(([place, index, value]) => element("button", {
-    type: "button", class: "mono", click: () => jump(place, index) }, shownText(segments[place].texts[index]).trim().slice(0, 12) + " " + number(value, 3))));
+  const jumps = element("div", { class: "controls" });
+  const drawJumps = () => {
+    const found = largest(all, tokenSettings.quantity, painted.scale);
+    jumps.replaceChildren(...(found.length ? ["Farthest: "] : []), ...found.map(([place, index, value]) => element("button", {
+      type: "button", class: "mono", click: () => jump(place, index) }, shownText(segments[place].texts[index]).trim().slice(0, 12) + " " + number(value, 3))));
+  };
   drawJumps();
   return element("div", {}, element("div", { class: "controls" }, element("label", {}, "Colour by ", select), legend),
-    element("div", { class: "controls" }, "Farthest: ", jumps), holder, info);
+    jumps, holder, info);
 }
 
 // The ten tokens whose value is farthest from where the scale begins: [segment, position, value].
