@@ -19,6 +19,7 @@ ELSEWHERE = {
     "mcp": "mcp.txt",
     "anyio": "mcp.txt",
     "gymnasium": "gymnasium.txt",
+    "opentelemetry": "opentelemetry.txt",
     "reasoning_gym": "reasoning.txt",
 }
 """Imported packages that not every installation has, and the file that names them"""
@@ -34,7 +35,16 @@ def pins(file: str) -> dict[str, str]:
 
 def test_every_package_that_is_asked_for_is_pinned_to_the_version_of_the_tests():
     lock = pins("requirements/lock.txt")
-    for name in ("slimrl.txt", "cpu.txt", "dev.txt", "no-deps.txt", "mcp.txt", "gymnasium.txt", "reasoning.txt"):
+    for name in (
+        "slimrl.txt",
+        "cpu.txt",
+        "dev.txt",
+        "no-deps.txt",
+        "mcp.txt",
+        "gymnasium.txt",
+        "reasoning.txt",
+        "opentelemetry.txt",
+    ):
         lines = [line for line in (REQUIREMENTS / name).read_text().splitlines() if line and not line.startswith("#")]
         wanted = pins(f"requirements/{name}")
         assert len(wanted) == len(lines)
@@ -224,7 +234,9 @@ def test_the_package_declares_what_requirements_hold():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["tool"]["setuptools"]["dynamic"]
     files = [declared["dependencies"]["file"], *(extra["file"] for extra in declared["optional-dependencies"].values())]
-    assert sorted(declared["optional-dependencies"]) == ["cpu", "dev", "gpu", "gymnasium", "mcp", "reasoning"]
+    assert sorted(declared["optional-dependencies"]) == [
+        "cpu", "dev", "gpu", "gymnasium", "mcp", "opentelemetry", "reasoning",
+    ]  # fmt: skip
     assert all((ROOT / file).is_file() for (file,) in files)
     assert project["project"]["requires-python"] == ">=3.12,<3.13"
 

@@ -27,8 +27,11 @@ function lastValue(run, name) {
   return values.length ? values[values.length - 1] : null;
 }
 
-// Whether a mean reward of an evaluation is its accuracy too.
-const repeatsAccuracy = (run, name) => name.endsWith("/reward_mean") && run.curves[name.replace("reward_mean", "accuracy")] !== undefined;
+// Whether a mean reward of an evaluation has been its accuracy all the time.
+const repeatsAccuracy = (run, name) => name.endsWith("/reward_mean") && measured(run, name)[0].length === measured(run, name.replace("reward_mean", "accuracy"))[0].length;
+
+// The name of a metric, which a narrow place breaks at its parts.
+const breakable = (name) => visible(name).replaceAll("/", "/\u200b").replaceAll("_", "_\u200b");
 
 // Of an evaluation half of the last 95% interval.
 function lastInterval(run, name) {
@@ -42,7 +45,7 @@ function tiles(run) {
   const known = (name) => run.curves[name].filter((value, place) => value != null && (run.curves.step[place] > 0 || name.startsWith("eval/")));
   return element("div", { class: "tiles" }, named.filter((name) => known(name).length && !repeatsAccuracy(run, name)).map((name) => {
     const values = known(name);
-    return element("div", { class: "tile" }, element("span", {}, name), element("b", {}, number(values[values.length - 1]), lastInterval(run, name)),
+    return element("div", { class: "tile" }, element("span", {}, breakable(name)), element("b", {}, number(values[values.length - 1]), lastInterval(run, name)),
       element("span", {}, "at first " + number(values[0])));
   }));
 }
@@ -109,7 +112,7 @@ function comparisonCard() {
   const names = HEADLINES.flatMap((pattern) => [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => pattern.test(name)));
   const shown = names.filter((name) => RUNS.some((run) => lastValue(run, name) != null && !repeatsAccuracy(run, name))).slice(0, 9);
   return element("div", { class: "card" }, element("div", { class: "scroll" }, element("table", {},
-    element("thead", {}, element("tr", {}, ["run", "state", "step"].map((title) => element("th", {}, title)), shown.map((name) => element("th", { class: "number" }, visible(name).replaceAll("/", "/\u200b").replaceAll("_", "_\u200b"))))),
+    element("thead", {}, element("tr", {}, ["run", "state", "step"].map((title) => element("th", {}, title)), shown.map((name) => element("th", { class: "number" }, breakable(name))))),
     element("tbody", {}, RUNS.map((run) => element("tr", {}, element("td", { class: "whole" }, element("span", { class: "swatch", style: "background:" + colour(run.family) }), visible(run.name)),
       element("td", {}, stateBadge(run)), element("td", { class: "number" }, run.state.step + " of " + run.state.steps),
       shown.map((name) => element("td", { class: "number" }, number(lastValue(run, name))))))))));
