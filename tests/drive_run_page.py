@@ -20,7 +20,9 @@ def main() -> None:
             seen["texts"][part] = page.inner_text(f"#part-{part}")
             seen["used"][part] = use_all(page, f"#part-{part}")
             seen["too_wide"][part] = too_wide(page)
-        for row in range(page.evaluate("NUM_ROWS")):
+        # Trajectories of the first step and of the last evaluation.
+        rows = list(range(page.evaluate("NUM_ROWS")))
+        for row in dict.fromkeys(rows[:12] + rows[-4:]):
             page.evaluate(f"setView('conversation'); location.hash = '#trajectories/{row}'")
             wait_until(page, f"detail.part === COLUMNS.part[{row}]")
             page.evaluate("document.querySelectorAll('#detail details').forEach((one) => { one.open = true; })")
