@@ -1,7 +1,12 @@
 """Problems of a recipe, the exception that lists them, and suggestions for their messages."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+
+_LONG_WORD = re.compile(r"\S{1000,}")
+"""What no person wrote: of it a message has the beginning"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +25,8 @@ class Problem:
 
     def __str__(self) -> str:
         message = f"warning: {self.message}" if self.warning else self.message
-        return ": ".join(part for part in (self.where, self.key, message) if part)
+        text = ": ".join(part for part in (self.where, self.key, message) if part)
+        return _LONG_WORD.sub(lambda word: f"{word[0][:57]}...", text)
 
 
 Violation = tuple[str, str]
