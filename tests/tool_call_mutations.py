@@ -51,40 +51,35 @@ PIECES = (
 VALUES = ("NaN", "Infinity", "1e999", "null", "true", "[1]", '{"x": 1}', '"1"', "1.0", "1.5", "9" * 5000, "1e2", "'1'", "")
 
 
-def whole_turn(rng: Random) -> str:
-    """A turn with words and a call, or two."""
-    words = rng.choice(["", "Let me see. ", "<think>\nWell.\n</think>\n\n", "Two\n\n"])
-    return words + "".join(_written(rng) for _ in range(rng.choice([1, 1, 1, 2])))
+def whole_calls() -> list[str]:
+    """Calls in every format, each with all ARGUMENTS."""
+    calls = []
+    for arguments in ARGUMENTS:
+        calls += [write((arguments,), 0) for write in WRITTEN_CALLS.values()]
+        calls += [form % json.dumps(arguments, ensure_ascii=ascii) for form in _JSON_FORMS for ascii in (True, False)]
+        for before, around, behind in _TAGS:
+            quoted = around.endswith(",")
+            pairs = (around % (key, json.dumps(value) if quoted else value) for key, value in arguments.items())
+            calls.append(before + "".join(pairs) + behind)
+    return calls
 
 
-def _written(rng: Random) -> str:
-    arguments = rng.choice(ARGUMENTS)
-    number = rng.randrange(len(WRITTEN_CALLS) + len(_JSON_FORMS) + len(_TAGS))
-    if number < len(WRITTEN_CALLS):
-        return list(WRITTEN_CALLS.values())[number]((arguments,), 0)
-    number -= len(WRITTEN_CALLS)
-    if number < len(_JSON_FORMS):
-        return _JSON_FORMS[number] % json.dumps(arguments, ensure_ascii=rng.random() < 0.5)
-    before, around, behind = _TAGS[number - len(_JSON_FORMS)]
-    quoted = around.endswith(",")
-    pairs = (around % (key, json.dumps(value) if quoted else value) for key, value in arguments.items())
-    return before + "".join(pairs) + behind
-
-
-def mutated_turn(rng: Random, own: Sequence[str], *, large: bool) -> str:
-    """A turn changed once to four times.
+def mutated_turn(rng: Random, calls: Sequence[str], markers: Sequence[str], *, large: bool) -> str:
+    """A turn with one or two calls, changed once to four times.
 
     Args:
-        own: markers of the parser that will read it.
+        calls: to choose from.
+        markers: of the parser that will read it.
         large: with a part of a hundred kilobytes to a megabyte.
     """
-    text = rng.choice([*own, ""]) + whole_turn(rng) if rng.random() < 0.2 else whole_turn(rng)
+    words = rng.choice(["", "Let me see. ", "<think>\nWell.\n</think>\n\n", "Two\n\n"])
+    text = words + "".join(rng.choices(calls, k=rng.choice([1, 1, 1, 2])))
     for _ in range(rng.randint(1, 4)):
-        text = _changed(rng, text, own)
-    return _enlarged(rng, text, own) if large else text
+        text = _changed(rng, text, markers)
+    return _enlarged(rng, text, markers) if large else text
 
 
-def _changed(rng: Random, text: str, own: Sequence[str]) -> str:
+def _changed(rng: Random, text: str, markers: Sequence[str]) -> str:
     place, other = sorted(rng.randrange(len(text) + 1) for _ in range(2))
     match rng.randrange(9):
         case 0:
@@ -103,11 +98,11 @@ def _changed(rng: Random, text: str, own: Sequence[str]) -> str:
             letter = rng.choice("[]{}\"'<>")
             return text.replace(letter, letter * 2)
         case _:
-            return text[:place] + rng.choice([*PIECES, *own]) + text[place:]
+            return text[:place] + rng.choice([*PIECES, *markers]) + text[place:]
 
 
-def _enlarged(rng: Random, text: str, own: Sequence[str]) -> str:
-    place, piece = rng.randrange(len(text) + 1), rng.choice([*PIECES, *own])
+def _enlarged(rng: Random, text: str, markers: Sequence[str]) -> str:
+    place, piece = rng.randrange(len(text) + 1), rng.choice([*PIECES, *markers])
     match rng.randrange(4):
         case 0:
             part = "[" * 10_000 + "]" * 10_000
