@@ -7,7 +7,26 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-JSON_VALUES = (None, True, -1, 0, 3, 2**70, 1.5, float("nan"), "", "x", "F32", [], [1], [-1, 4], {}, {"a": 1}, "../x", [[]])
+JSON_VALUES = (
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**70,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    "F32",
+    [],
+    [1],
+    [-1, 4],
+    {},
+    {"a": 1},
+    "../x",
+    [[]],
+)
 """What may stand in place of any value"""
 
 

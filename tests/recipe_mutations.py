@@ -26,7 +26,19 @@ SCALARS = (
 )  # fmt: skip
 LETTERS = {"a": "\u0430", "e": "\u0435", "o": "\u043e", "p": "\u0440", "c": "\u0441", "i": "\u0456", " ": "\u00a0"}
 """Latin letters -> Cyrillic ones that look alike; and a space that does not break"""
-BYTES = (b"\xff", b"\xfe\xff", b"\x80", b"\xc3", b"\x00", b"\x1b", b"\t", b"\r", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\x85")
+BYTES = (
+    b"\xff",
+    b"\xfe\xff",
+    b"\x80",
+    b"\xc3",
+    b"\x00",
+    b"\x1b",
+    b"\t",
+    b"\r",
+    b"\xef\xbb\xbf",
+    b"\xed\xa0\x80",
+    b"\x85",
+)
 SIGNS = "[]{}\"':,#&*!|>%@`-?~$\\"
 
 
@@ -85,7 +97,9 @@ def _looks_alike(rng: Random, text: str, leaf: _Leaf) -> Mutant:
         return _misspelt(rng, text, leaf)
     place = rng.choice(letters)
     content = text[:place] + LETTERS[text[place]] + text[place + 1 :]
-    return Mutant(kind="looks alike", content=content.encode(), key=leaf.key, refused=place < leaf.end and not _is_free(leaf))
+    return Mutant(
+        kind="looks alike", content=content.encode(), key=leaf.key, refused=place < leaf.end and not _is_free(leaf)
+    )
 
 
 def _other_value(rng: Random, text: str, leaf: _Leaf) -> Mutant:
@@ -188,7 +202,9 @@ _FIELDS = {"trainer.megatron": MEGATRON_VERDICTS, "rollout.sglang": SGLANG_VERDI
 def _setting(rng: Random) -> tuple[str, Any]:
     if rng.random() < 0.2:
         section, fields = rng.choice(list(_FIELDS.items()))
-        return f"{section}.{rng.choice(sorted(fields))}", rng.choice([True, False, 0, 1, 2, -1, 0.5, "x", None, [1], 2**62])
+        return f"{section}.{rng.choice(sorted(fields))}", rng.choice(
+            [True, False, 0, 1, 2, -1, 0.5, "x", None, [1], 2**62]
+        )
     key = rng.choice(_LEAVES)
     return key.replace(NAME, rng.choice(["a", "math", "heldout"])), _value(rng, KEY_TYPES[key])
 

@@ -8,7 +8,7 @@ from chat_texts import WRITTEN_CALLS
 
 ARGUMENTS = (
     {"a": 1, "b": 2},
-    {"a": 3, "b": 4, "note": 'x } ] </b> \\ " \''},
+    {"a": 3, "b": 4, "note": "x } ] </b> \\ \" '"},
     {"a": -5, "b": 0, "note": "Größe 三 \U0001f600\n\ttwo  lines"},
     {"a": 12345678901234567, "b": 7, "note": ""},
 )
@@ -48,7 +48,22 @@ PIECES = (
     "\\ud800", "\\udc00", "\ud800", "\udfff", "\\u0000", "\x00", "\x1b[31m", "\r", "\u2028", "\ufeff", "\u202e", "null", "true",
     '"a": 1', '"a": 2, "a": 3', "9" * 5000, "-0", "0x10", "add", "sub", "__class__", "%s", "{0}", "&lt;", "]]>", "<![CDATA[",
 )  # fmt: skip
-VALUES = ("NaN", "Infinity", "1e999", "null", "true", "[1]", '{"x": 1}', '"1"', "1.0", "1.5", "9" * 5000, "1e2", "'1'", "")
+VALUES = (
+    "NaN",
+    "Infinity",
+    "1e999",
+    "null",
+    "true",
+    "[1]",
+    '{"x": 1}',
+    '"1"',
+    "1.0",
+    "1.5",
+    "9" * 5000,
+    "1e2",
+    "'1'",
+    "",
+)
 
 
 def whole_calls() -> list[str]:

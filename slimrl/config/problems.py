@@ -1,12 +1,9 @@
 """Problems of a recipe, the exception that lists them, and suggestions for their messages."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-
-_LONG_WORD = re.compile(r"\S{1000,}")
-"""What no person wrote: of it a message has the beginning"""
+from slimrl.base.visible import short_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +23,7 @@ class Problem:
     def __str__(self) -> str:
         message = f"warning: {self.message}" if self.warning else self.message
         text = ": ".join(part for part in (self.where, self.key, message) if part)
-        return _LONG_WORD.sub(lambda word: f"{word[0][:57]}...", text)
+        return short_words(text)
 
 
 Violation = tuple[str, str]

@@ -87,7 +87,6 @@ class _Loader(yaml.SafeLoader):
             raise _wrong(f"{node.tag} is no type of a recipe's values; write a text", node.start_mark)
         return value
 
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:

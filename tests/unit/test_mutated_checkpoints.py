@@ -61,7 +61,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return file_digests(folder, [str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()])
 
     for step in (1, 2):
-        CheckpointFolder(root / "run").save(RunState(step=step, weight_version=step), keep=2, writers={"trainer": write})
+        CheckpointFolder(root / "run").save(
+            RunState(step=step, weight_version=step), keep=2, writers={"trainer": write}
+        )
     return root
 
 
@@ -186,7 +188,15 @@ def test_a_process_of_the_command_prints_no_traceback(whole: Path, tmp_path: Pat
     folder = linked_copy(whole / "mcore", tmp_path / "mcore")
     (folder / ".metadata").unlink()
     (folder / ".metadata").write_bytes((whole / "mcore" / ".metadata").read_bytes()[:1000])
-    command = [sys.executable, "-m", "slimrl_tools.cli", "convert", "megatron-to-hf", str(folder), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "slimrl_tools.cli",
+        "convert",
+        "megatron-to-hf",
+        str(folder),
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, capture_output=True, timeout=200, check=False)
     assert done.returncode == 2
     said = (done.stderr + done.stdout).decode()

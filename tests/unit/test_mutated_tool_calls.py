@@ -77,7 +77,9 @@ def test_thinking_and_answer_are_parts_of_the_turn(kind: str):
     rng, calls = Random(f"thinking {kind}"), whole_calls()
     tags = Tags("<think:opensource>", "</think:opensource>") if kind == "suffixed" else PLAIN
     for _ in range(3000):
-        text = mutated_turn(rng, calls, [*tags, "<|channel|>analysis<|message|>", "<|end|>"], large=rng.random() < LARGE)
+        text = mutated_turn(
+            rng, calls, [*tags, "<|channel|>analysis<|message|>", "<|end|>"], large=rng.random() < LARGE
+        )
         opened, started = rng.random() < 0.5, time.thread_time()
         thought = split_channels(text) if kind == "channels" else split_thinking(text, opened=opened, tags=tags)
         assert time.thread_time() - started < LINEAR_S
