@@ -5,7 +5,8 @@ import os
 import shutil
 from pathlib import Path
 from random import Random
-from typing import Any
+
+from json_paths import paths
 
 JSON_VALUES = (
     None,
@@ -85,7 +86,7 @@ def _in_json(rng: Random, folder: Path, name: str) -> str:
     length = int.from_bytes(content[:8], "little") if name.endswith(".safetensors") else 0
     header, rest = (content[8 : 8 + length], content[8 + length :]) if length else (content, b"")
     value = json.loads(header)
-    path = rng.choice(_paths(value))
+    path = rng.choice(paths(value))
     holder = value
     for key in path[:-1]:
         holder = holder[key]
@@ -103,11 +104,6 @@ def _in_json(rng: Random, folder: Path, name: str) -> str:
         raw = json.dumps(value).encode()
     _replace(file, (len(raw).to_bytes(8, "little") if length else b"") + raw + rest)
     return f"changed {'.'.join(map(str, path)) or 'all'} in {name}"
-
-
-def _paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [here, *(path for key, one in items for path in _paths(one, (*here, key)))]
 
 
 def _replace(file: Path, content: bytes) -> None:

@@ -1,8 +1,10 @@
-"""Data files with something wrong, by seed: what editors, copies and full disks do to lines of JSON and to whole files."""
+"""Data files with something wrong, by seed: what editors, copies and full disks do to lines of JSON and to files."""
 
 import json
 from random import Random
 from typing import Any
+
+from json_paths import paths
 
 VALUES = (
     None,
@@ -26,7 +28,8 @@ VALUES = (
     {"a": 1},
 )
 TEXTS = (
-    b"\xff", b"\xc3(", b"\x00", b"\xef\xbb\xbf", b"\r", b"\x1a", b"\\ud800", b"\\u0000", b"NaN", b"1e999", b"[" * 2000, b'"', b"}",
+    b"\xff", b"\xc3(", b"\x00", b"\xef\xbb\xbf", b"\r", b"\x1a", b"\\ud800", b"\\u0000", b"NaN", b"1e999", b"[" * 2000,
+    b'"', b"}",
     b"\n", b"{", b"//", b"9" * 5000, b",", b"'", b"\xe2\x80\xa8",
 )  # fmt: skip
 
@@ -58,7 +61,7 @@ def mutated_lines(rng: Random, lines: list[bytes]) -> bytes:
 
 
 def _with_another_value(rng: Random, value: Any) -> Any:
-    path = rng.choice(_paths(value)[1:])
+    path = rng.choice(paths(value)[1:])
     holder = value
     for key in path[:-1]:
         holder = holder[key]
@@ -70,11 +73,6 @@ def _with_another_value(rng: Random, value: Any) -> Any:
         case _:
             holder[path[-1]] = rng.choice(VALUES)
     return value
-
-
-def _paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [here, *(path for key, one in items for path in _paths(one, (*here, key)))]
 
 
 def damaged(rng: Random, content: bytes) -> bytes:

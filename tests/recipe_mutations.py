@@ -1,4 +1,4 @@
-"""Recipes with one thing wrong, or another, by seed: what users and editors do to YAML, and settings that do not fit."""
+"""Recipes with one thing or another wrong, by seed: what users and editors do to YAML, settings that do not fit."""
 
 import types
 from collections.abc import Callable, Iterator
@@ -165,8 +165,8 @@ def _wrong_base(rng: Random, text: str, leaf: _Leaf) -> Mutant:
 
 
 _OF_TEXT: tuple[Callable[[Random, str, _Leaf], Mutant], ...] = (
-    _misspelt, _looks_alike, _other_value, _other_value, _other_value, _nested, _dropped, _twice, _moved, _strange_bytes,
-    _signs, _cut, _wrong_base,
+    _misspelt, _looks_alike, _other_value, _other_value, _other_value, _nested, _dropped, _twice, _moved,
+    _strange_bytes, _signs, _cut, _wrong_base,
 )  # fmt: skip
 
 
@@ -195,7 +195,13 @@ def mutant_of_settings(rng: Random, base: str) -> Mutant:
     return Mutant(kind="settings", content=yaml.safe_dump(tree, sort_keys=False).encode())
 
 
-_LEAVES = [key for key, kind in KEY_TYPES.items() if not isinstance(kind, type) or issubclass(kind, str | Enum | bool | int | float)]  # fmt: skip
+_PLAIN = (str, Enum, int, float)
+_LEAVES = [key for key, kind in KEY_TYPES.items() if not isinstance(kind, type) or issubclass(kind, _PLAIN)]
+"""Settings; the other keys are sections"""
+TEXTS = (
+    "", "x", "a.b:c", "slimrl.rewards.math:boxed_exact", "/absent", "a b", "\u0430", "-", "name.yaml",
+    "slimrl.agent.calculator:calculator", "http://[::1", "file:///x", "%s", "{x}", "\x7f", "[bold]",
+)  # fmt: skip
 _FIELDS = {"trainer.megatron": MEGATRON_VERDICTS, "rollout.sglang": SGLANG_VERDICTS}
 
 
@@ -230,5 +236,4 @@ def _value(rng: Random, kind: Any) -> Any:
         return rng.choice([-1, 0, 1, 1, 2, 2, 3, 4, 8, 16, 1000, 2**31, 2**62])
     if kind is float:
         return rng.choice([-1.0, 0.0, 1e-300, 1e-9, 0.5, 1.0, 1.5, 2.0, 1e30, 1e300, 3])
-    return rng.choice(["", "x", "a.b:c", "slimrl.rewards.math:boxed_exact", "/absent", "a b", "\u0430", "-", "name.yaml",
-                       "slimrl.agent.calculator:calculator", "http://[::1", "file:///x", "%s", "{x}", "\x7f", "[bold]"])  # fmt: skip
+    return rng.choice(TEXTS)

@@ -42,11 +42,15 @@ _TAGS = (
 
 PIECES = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_calls>", "<arg_key>", "</arg_value>", "<parameter=a>",
-    "</parameter>", "<function=add>", '<invoke name="add">', "<|tool_call_begin|>", "<｜tool▁call▁begin｜>", "<|channel|>",
-    "<|message|>", "<|start|>assistant", "<|end|>", "to=functions.add", "```json\n", "[", "]", "{", "}", '"', "'", "\\",
-    ":", ",", "=", "(", ")", '{"name": "add", "arguments": ', '"arguments": {}', "NaN", "Infinity", "-Infinity", "1e999",
-    "\\ud800", "\\udc00", "\ud800", "\udfff", "\\u0000", "\x00", "\x1b[31m", "\r", "\u2028", "\ufeff", "\u202e", "null", "true",
-    '"a": 1', '"a": 2, "a": 3', "9" * 5000, "-0", "0x10", "add", "sub", "__class__", "%s", "{0}", "&lt;", "]]>", "<![CDATA[",
+    "</parameter>", "<function=add>", '<invoke name="add">', "<|tool_call_begin|>", "<｜tool▁call▁begin｜>",
+    "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "to=functions.add", "```json\n",
+    "[", "]", "{", "}", '"', "'", "\\",
+    ":", ",", "=", "(", ")", '{"name": "add", "arguments": ', '"arguments": {}', "NaN", "Infinity", "-Infinity",
+    "1e999", "\\ud800", "\\udc00", "\ud800", "\udfff", "\\u0000", "\x00", "\x1b[31m", "\r",
+    "\u2028", "\ufeff", "\u202e",
+    "null", "true",
+    '"a": 1', '"a": 2, "a": 3', "9" * 5000, "-0", "0x10", "add", "sub", "__class__", "%s", "{0}", "&lt;", "]]>",
+    "<![CDATA[",
 )  # fmt: skip
 VALUES = (
     "NaN",

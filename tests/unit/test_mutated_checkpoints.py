@@ -1,4 +1,4 @@
-"""Six hundred damaged checkpoints: each is one refusal that names its folder, or has the weights that it was saved with.
+"""Six hundred damaged checkpoints: each is one refusal that names its folder, or has the weights that were saved.
 
 A run's own checkpoint has a checksum of every file, so that any change is refused. Published checkpoints and torch_dist
 folders have none: a value that changed without changing any shape cannot be known there, and is the one difference that
@@ -32,7 +32,7 @@ from slimrl.checkpoints.safetensors_folder import INDEX_NAME, write_safetensors
 from slimrl.config.hf_config import read_stored_config
 from slimrl.models.architecture import architecture_of
 from slimrl.models.hf_config import published_config, published_names, write_hf_config
-from slimrl.runtime.checks.checkpoint_check import newest_checkpoint
+from slimrl.runtime.checks.checkpoint_check import WholeCheckpoint, newest_checkpoint
 from slimrl.runtime.state import STATE_FILE, CheckpointFolder, RunState
 
 SIZE = ToySize(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, moe_intermediate=16)
@@ -132,7 +132,11 @@ def test_a_damaged_checkpoint_of_a_run_is_refused_and_the_one_before_is_offered(
         newest, before = run / "step_000002", run / "step_000001"
         about = f"mutant {mutant}: {mutate(Random(f'run {mutant}'), newest)}"
         found = []
-        said = refusal_of(lambda run=run, found=found: found.append(newest_checkpoint(CheckpointFolder(run), contents=True)), run, about)  # fmt: skip
+
+        def read(run: Path = run, found: list[WholeCheckpoint | None] = found) -> None:
+            found.append(newest_checkpoint(CheckpointFolder(run), contents=True))
+
+        said = refusal_of(read, run, about)
         if said:
             refused += 1
             assert said.startswith(f"{newest} is damaged:\n  "), about

@@ -56,7 +56,8 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]:
     """Kind -> the lines of a whole file."""
     folder = tmp_path_factory.mktemp("whole") / "data"
     write_calculator_data(folder, seed=0, num_train=6, num_heldout=2, num_conversations=4)
-    files = {kind: (folder / name).read_bytes().splitlines() for kind, name in (("prompts", "train.jsonl"), ("conversations", "sft.jsonl"))}  # fmt: skip
+    names = {"prompts": "train.jsonl", "conversations": "sft.jsonl"}
+    files = {kind: (folder / name).read_bytes().splitlines() for kind, name in names.items()}
     return {"trajectories": trajectory_lines(), **files}
 
 

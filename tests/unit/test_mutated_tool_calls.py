@@ -98,7 +98,8 @@ def test_thinking_that_repeats_itself_takes_no_time(piece: str):
 
 @pytest.mark.parametrize(
     "piece",
-    ["<|start|>assistant", "<|message|>", "<|channel|>", "to=functions.add", " to=", "<|call|>", "<|channel|>commentary to=x<|message|>{",
+    ["<|start|>assistant", "<|message|>", "<|channel|>", "to=functions.add", " to=", "<|call|>",
+     "<|channel|>commentary to=x<|message|>{",
      "<|start|>assistant to=functions.add<|channel|>commentary<|message|>{}<|call|>", '{"a":', "[", "\n\t "],
 )  # fmt: skip
 def test_a_turn_of_channels_that_repeats_itself_takes_no_time(piece: str):
@@ -114,10 +115,11 @@ def test_a_turn_of_channels_that_repeats_itself_takes_no_time(piece: str):
 def test_a_number_that_json_does_not_have_is_malformed(name: str, value: str):
     """A JSON schema takes any of them for a number."""
     schema = {"type": "function", "function": {"name": "half", "parameters": {"properties": {"x": {"type": "number"}}}}}
+    sections = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
     written = {
         HARMONY: " to=functions.half<|channel|>commentary json<|message|>{}",
         "hermes": '<tool_call>\n{"name": "half", "arguments": {}}\n</tool_call>',
-        "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>half<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "deepseekv31": sections.replace("{}", "<｜tool▁call▁begin｜>half<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
     }[name]
     parser = make_parser(name, [schema])
     (call,) = parser.parse(written.replace("{}", '{"x": 1.5}')).calls
