@@ -89,7 +89,12 @@ def check_model(found: FoundCheckpoint) -> None:
         ValueError: with all differences.
     """
     if (found.path / FACTS_FILE).is_file():
-        check_architecture(found.path, architecture_of(found.hf_config()))
+        hf_config = found.hf_config()
+        try:
+            architecture = architecture_of(hf_config)
+        except ValueError as error:
+            raise ValueError(f"{found.hf_dir}: {error}") from error
+        check_architecture(found.path, architecture)
 
 
 def _newest_iteration(path: Path) -> Path | None:

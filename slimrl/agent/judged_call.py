@@ -1,10 +1,9 @@
 """What becomes of a call that a parser has read: one that a tool takes, or a malformed one that says why not."""
 
-import json
-
 from slimrl.agent.call_schemas import CallSchemas
 from slimrl.agent.tool_call import MalformedCall, ToolCall
 from slimrl.base.jsonl import refuse_unwritable
+from slimrl.base.strict_json import strict_json
 
 UNREADABLE = "malformed tool call: it cannot be read"
 
@@ -20,7 +19,7 @@ def judged_call(schemas: CallSchemas, name: str, arguments: str, call_id: str = 
     if problem := schemas.unknown_tool(name):
         return MalformedCall(problem=problem)
     try:
-        value = json.loads(arguments)
+        value = strict_json(arguments)
         refuse_unwritable(value)
         problem = schemas.wrong_arguments(name, value)
     except (ValueError, RecursionError):

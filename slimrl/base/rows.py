@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from slimrl.base.visible import short_words
+
 MAX_SHOWN = 20
 """Broken rows that an error lists; the others are counted."""
 MAX_ALIKE = 3
@@ -42,7 +44,7 @@ def parse_rows[R, T](
         try:
             values.append(parse(row, number))
         except ValueError as error:
-            broken.append(f"{path}:{number}: {error}")
+            broken.append(f"{path}:{number}: {short_words(str(error))}")
             if isinstance(error, WrongFileKind) and not values:
                 raise ValueError(broken[-1]) from error
     if broken:

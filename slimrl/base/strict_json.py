@@ -2,7 +2,32 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any, NoReturn
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON; of a key that is there twice the last one counts, as elsewhere.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, or holds no JSON object; names the file, and the line if there is one.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not JSON: not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON that can be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds a {type(value).__name__}, not an object")
+    return value
 
 
 def strict_json(text: str, *, finite: bool = True) -> Any:

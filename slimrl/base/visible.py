@@ -8,6 +8,14 @@ _HIDDEN = re.compile(
     "\u2028\u2029\ud800-\udfff]"  # separators of lines, and surrogates, which cannot be printed
 )
 
+_LONG_WORD = re.compile(r"\S{1000,}")
+"""What no person wrote; longer than a path may be in practice"""
+
+
+def short_words(text: str) -> str:
+    """The text with the beginning alone of words of a thousand characters and more."""
+    return _LONG_WORD.sub(lambda word: f"{word[0][:57]}...", text)
+
 
 def visible(text: str) -> str:
     """The text with characters that steer a terminal, or are not seen, as `\\uXXXX`. JSON stays the same value."""

@@ -70,26 +70,34 @@ def spec_bytes(spec: TensorSpec) -> int:
     return torch.Size(spec.shape).numel() * element_bytes(spec.dtype)
 
 
+MAX_REASON = 200
+"""Characters of a refusal that repeat what is in a file"""
+
+
 def read_header(file: Path) -> dict[str, TensorLocation]:
     """The tensors of a file in the order of its header, whose offsets are checked against the file's size.
 
     Raises:
         ValueError: not a safetensors file, cut short, or a header that contradicts itself or the file's size.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > MAX_HEADER_BYTES:
-            raise ValueError(f"{file}: not a safetensors file")
-        if 8 + length > size:
-            raise ValueError(f"{file}: not a safetensors file, or cut short within its header; download it again")
-        raw = stream.read(length)
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > MAX_HEADER_BYTES:
+                raise ValueError(f"{file}: not a safetensors file")
+            if 8 + length > size:
+                raise ValueError(f"{file}: not a safetensors file, or cut short within its header; download it again")
+            raw = stream.read(length)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         locations = {name: _location(name, entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file}: not a safetensors file: {error!r}") from error
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        reason = repr(error)
+        raise ValueError(f"{file}: not a safetensors file: {reason[:MAX_REASON]}") from error
     _check_coverage(file, locations, 8 + length, size)
     return locations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from slimrl.base.strict_json import json_object
 from slimrl.checkpoints.checkpoint_reader import CheckpointReader
 from slimrl.checkpoints.file_groups import group_by_bytes
 from slimrl.checkpoints.safetensors_file import (
@@ -109,7 +110,7 @@ def write_index(folder: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None
 def _files(path: Path, index: dict[str, str] | None) -> list[Path]:
     if index is not None:
         files = [path / name for name in sorted(set(index.values()))]
-        missing = [file.name for file in files if not file.exists()]
+        missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"{path / INDEX_NAME}: names files that are missing: {', '.join(missing)}; download them")
         if (path / SINGLE_NAME).exists() and path / SINGLE_NAME not in files:
@@ -132,7 +133,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
     if not index.exists():
         return None
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json_object(index)["weight_map"]
         strange = [name for name in weight_map.values() if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: not an index of safetensors: {error!r}") from error

@@ -4,6 +4,7 @@ Each rule is a pure function that yields (key, message). All rules run on the re
 starts, and one error lists every violation.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,12 @@ from slimrl.config.trainer_rules import (
 def file_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
     """Files of the recipe that do not exist; reads the file system."""
     for name, path in recipe.data.train_files.items():
-        if is_needed("data.train", command) and not Path(path).is_file():
+        if is_needed("data.train", command) and not os.path.isfile(path):
             yield recipe.data.train_key(name), f"{path}: no such file."
     for name, path in recipe.data.eval.items():
-        if is_needed("data.eval", command) and not Path(path).is_file():
+        if is_needed("data.eval", command) and not os.path.isfile(path):
             yield f"data.eval.{name}", f"{path}: no such file."
-    if recipe.model.chat_template and not Path(recipe.model.chat_template).is_file():
+    if recipe.model.chat_template and not os.path.isfile(recipe.model.chat_template):
         yield "model.chat_template", f"{recipe.model.chat_template}: no such file."
     if reason := why_no_model(recipe.model.path):
         yield "model.path", reason

@@ -1,10 +1,12 @@
 """The config.json of a Hugging Face checkpoint folder and the sizes in it, read without torch."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.strict_json import json_object
 from slimrl.config.wrapper import stored_config, text_config
 
 
@@ -21,6 +23,14 @@ def read_hf_config(model_path: Path) -> dict[str, Any]:
         raise ValueError(f"{model_path}: {error}") from error
 
 
+_SIZE = re.compile(
+    "vocab_size|hidden_size|intermediate_size|moe_intermediate_size|num_hidden_layers|head_dim|[a-z_]*_head_dim|[a-z]+_lora_rank"
+    "|num_[a-z_]*heads|num_experts|num_local_experts|n_routed_experts|n_shared_experts|num_experts_per_tok|n_group"
+    "|topk_group|first_k_dense_replace|num_nextn_predict_layers|max_position_embeddings|index_n_heads|index_topk"
+)
+"""Keys of config.json whose values are numbers of something"""
+
+
 def read_stored_config(model_path: Path) -> dict[str, Any]:
     """The checkpoint folder's config.json as it is.
 
@@ -29,15 +39,20 @@ def read_stored_config(model_path: Path) -> dict[str, Any]:
     """
     path = model_path / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json_object(path)
     except FileNotFoundError:
         other = ", and this is one of Megatron's" if (path.parent / ".metadata").is_file() else ""
         raise ValueError(f"{path}: no such file; a Hugging Face checkpoint folder is needed{other}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: holds a {type(config).__name__}, not an object")
+    _check_sizes(path, config)
     return config
+
+
+def _check_sizes(path: Path, config: dict[str, Any]) -> None:
+    """Raises ValueError for a size or a count, of a wrapped text model too, that is none."""
+    text = config.get("text_config")
+    for name, value in [*config.items(), *(text.items() if isinstance(text, dict) else ())]:
+        if value is not None and _SIZE.fullmatch(name) and (type(value) is not int or not 0 <= value < 2**31):
+            raise ValueError(f"{path}: {name} is {json.dumps(value)[:60]}, not a count")
 
 
 def write_hf_config(folder: Path, hf_config: Mapping[str, Any]) -> None:

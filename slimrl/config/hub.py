@@ -9,6 +9,7 @@ huggingface_hub takes its cache, its token and whether there is a network from H
 """
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,12 +48,12 @@ def hub_model(path: str) -> HubModel | None:
 
     `a/b` is a folder too if there is a folder `a`: then `b` is misspelt.
     """
-    if Path(path).exists():
+    if os.path.exists(path):
         return None
     if (snapshot := _snapshot_at(path)) is not None:
         return snapshot
     account = path.partition("/")[0]
-    if account in NO_ACCOUNTS or Path(account).exists() or not _is_model_id(path):
+    if account in NO_ACCOUNTS or os.path.exists(account) or not _is_model_id(path):
         return None
     return HubModel(model_id=path)
 
@@ -128,9 +129,9 @@ def why_no_model(path: str) -> str:
     if hub is not None and cached(hub) is None:
         said = f"no such folder, and {hub.model_id} is not whole in the cache of the Hugging Face Hub."
         return f"{path}: {said} Run `hf download {hub.model_id}`."
-    if hub is None and not Path(path).is_dir():
+    if hub is None and not os.path.isdir(path):
         return f"{path}: no such folder."
-    if hub is None and not (Path(path) / "config.json").is_file():
+    if hub is None and not os.path.isfile(Path(path) / "config.json"):
         return f"{path} has no config.json; a Hugging Face checkpoint is expected."
     return ""
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from slimrl.base.visible import short_words
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -20,7 +22,8 @@ class Problem:
 
     def __str__(self) -> str:
         message = f"warning: {self.message}" if self.warning else self.message
-        return ": ".join(part for part in (self.where, self.key, message) if part)
+        text = ": ".join(part for part in (self.where, self.key, message) if part)
+        return short_words(text)
 
 
 Violation = tuple[str, str]

@@ -4,6 +4,7 @@ A YAML document becomes a flat list of values, each with its key and its line. S
 so that `off` is a word and `1e-6` a number.
 """
 
+import errno
 import math
 import re
 import stat
@@ -38,6 +39,10 @@ MAX_DEPTH = 50
 """Nesting of a recipe's mappings and lists; much deeper ones exceed Python's stack"""
 MAX_VALUES = 5_000
 """Keys and values of a recipe, those that `*name` repeats counted each time"""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What an escape in double quotes may write, and no file can hold"""
 
 
 class _Loader(yaml.SafeLoader):
@@ -76,9 +81,20 @@ class _Loader(yaml.SafeLoader):
             raise _wrong(f"{_short(str(getattr(node, 'value', '')))!r} is no {node.tag}", node.start_mark) from error
         if isinstance(value, str) and "\0" in value:
             raise _wrong("a text with a NUL character", node.start_mark)
+        if isinstance(value, str) and _SURROGATE.search(value):
+            raise _wrong("a text with half of a surrogate pair", node.start_mark)
         if not isinstance(value, str | int | float | list | dict | None):
             raise _wrong(f"{node.tag} is no type of a recipe's values; write a text", node.start_mark)
         return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise _wrong(f"{_short(key.value)!r} is given twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 class Refused(yaml.MarkedYAMLError):
@@ -207,8 +223,10 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
         names = " -> ".join(display_path(link) for link in (*chain[chain.index(resolved) :], resolved))
         problems.append(Problem(where=referrer, key=EXTENDS, message=f"{names} is a cycle."))
         return
+    text = ""
     try:
-        source = YamlSource(_text_of_pipe(path, path.stat().st_ino) if is_pipe(path) else path.read_text(), shown)
+        text = _text_of_pipe(path, path.stat().st_ino) if is_pipe(path) else _text_of_file(path)
+        source = YamlSource(text, shown)
         root = source.root
         if root is not None and not isinstance(root, yaml.MappingNode):
             problems.append(
@@ -216,16 +234,20 @@ def read_file(path: Path, chain: tuple[Path, ...], referrer: str, problems: list
             )
             return
         entries = [] if root is None else list(source.entries(root, "", problems))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        problems.append(Problem(where=f"{shown}:{line}", key="", message="not UTF-8."))
+        return
+    except OSError as error:
+        reason = error.strerror
         if isinstance(error, IsADirectoryError) and (recipe := path / "config.yaml").is_file():
             reason = f"a run folder, whose recipe is {display_path(recipe)}"
         problems.append(Problem(where=referrer, key=EXTENDS if referrer else "", message=f"{shown}: {reason}."))
         return
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{shown}:{mark.line + 1}" if mark else shown
-        problems.append(Problem(where=where, key="", message=f"{_reason(error)}."))
+        line = mark.line if mark else text.count("\n", 0, getattr(error, "position", None))
+        problems.append(Problem(where=f"{shown}:{line + 1}", key="", message=f"{_reason(error)}."))
         return
     for entry in entries:
         if entry.key == EXTENDS:
@@ -243,10 +265,22 @@ def is_pipe(path: Path) -> bool:
     return path.exists() and stat.S_ISFIFO(path.stat().st_mode)
 
 
+def _text_of_file(path: Path) -> str:
+    """The text of a regular file: a device such as /dev/zero may have no end.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "neither a file nor a pipe", str(path))
+    return path.read_bytes().decode()
+
+
 @cache
 def _text_of_pipe(path: Path, inode: int) -> str:
     """Kept, since a command looks at its recipe more than once."""
-    return path.read_text()
+    return path.read_bytes().decode()
 
 
 def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Entry]:

@@ -6,6 +6,7 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.strict_json import json_object
 from slimrl.config.lora_rules import adapter_targets
 from slimrl.config.schema.trainer import LoraConfig
 from slimrl.models.family import family_of
@@ -52,13 +53,16 @@ def read_facts(directory: Path) -> dict[str, Any]:
     path = directory / FACTS_FILE
     if not path.is_file():
         raise ValueError(f"{directory}: not a checkpoint, it has no {FACTS_FILE}")
-    return json.loads(path.read_text())
+    return json_object(path)
 
 
 def check_architecture(directory: Path, current: dict[str, Any]) -> None:
     """Raises ValueError naming every difference between `current` and the architecture of the checkpoint."""
     saved = {name: value for name, value in ADDED_FACTS.items() if name in current}
-    saved |= read_facts(directory)["architecture"]
+    facts = read_facts(directory).get("architecture")
+    if not isinstance(facts, dict):
+        raise ValueError(f"{directory / FACTS_FILE}: holds no `architecture`")
+    saved |= facts
     different = _differences(saved, current)
     if different:
         found = "; ".join(different.values())

@@ -1,6 +1,7 @@
 """Values of a Hugging Face config.json, whichever release of transformers wrote it, and the configs we ship."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -208,7 +209,7 @@ def config_for_planning(model_path: Path) -> tuple[dict[str, Any], str]:
     Raises:
         ValueError: there is no such folder and no published model of its name, or the folder holds no config.json.
     """
-    if model_path.exists():
+    if os.path.exists(model_path):
         return read_hf_config(model_path), str(model_path)
     hub = hub_model(str(model_path))
     if hub is not None and (folder := cached(hub, CONFIG_FILES)) is not None:

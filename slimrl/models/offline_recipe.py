@@ -4,6 +4,7 @@ The start of a run refuses what is refused here, and also checks the files and t
 """
 
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,7 +106,7 @@ def read_offline(
     try:
         hf_config, model = config_for_planning(folder)
     except ValueError as error:
-        if folder.exists() or (model_needed and not files):
+        if os.path.exists(folder) or (model_needed and not files):
             problems.append(loaded.problem("model.path", f"{error}."))
         elif meant := nearest_published(folder):
             message = f"{folder}: no such folder. Did you mean {folder.parent / meant}?"
@@ -144,7 +145,7 @@ def _teacher_config(loaded: LoadedRecipe, problems: list[Problem]) -> dict[str, 
     try:
         return config_for_planning(Path(path))[0]
     except ValueError as error:
-        missing = not Path(path).exists()
+        missing = not os.path.exists(path)
         problems.append(loaded.problem("teacher.path", f"{error}.", warning=missing))
         return None
 
@@ -233,7 +234,7 @@ def _index_violations(loaded: LoadedRecipe, hf_config: dict[str, Any]) -> Iterat
     """Tensors of the published model that is not here yet, by name and shape; a start checks those of its files."""
     path = Path(loaded.recipe.model.path)
     name = next((name for name in (path.name, published_model(path.name)) if name in index_names()), None)
-    if name is None or path.exists():
+    if name is None or os.path.exists(path):
         return
     try:
         weight_map = family_of(hf_config).weight_map(hf_config, mtp=True)

@@ -189,12 +189,15 @@ def read_state(checkpoint: Path) -> tuple[RunState, dict[str, FileDigest] | None
         if (files is None) != (digest is None) or digest not in (None, _digest(content)):
             raise ValueError("its checksum differs")
         content.pop("files", None)
+        if "step" not in content:
+            raise ValueError("it has no step")
         state = RunState(**content)
+        digests = None if files is None else {name: FileDigest(**value) for name, value in files.items()}
     except OSError as error:
         raise ValueError(f"{STATE_FILE}: {error.strerror}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{STATE_FILE}: damaged: {error}") from error
-    return state, None if files is None else {name: FileDigest(**value) for name, value in files.items()}
+    return state, digests
 
 
 def _digest(content: Mapping[str, Any]) -> str:

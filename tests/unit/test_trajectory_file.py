@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from json_paths import paths
 
 from slimrl.data.trajectory import Segment, Status, Trajectory, read_trajectories, to_json, write_trajectories
 
@@ -162,12 +163,6 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
     assert read_trajectories(tmp_path / "t.jsonl", vocab_size=151_936)
     with pytest.raises(ValueError, match=r"1: not a trajectory: segments\[0\]: `tokens` has 151935, and the model's"):
         read_trajectories(tmp_path / "t.jsonl", vocab_size=151_935)
-
-
-def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to all values in a value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [here, *(path for key, one in items for path in paths(one, (*here, key)))]
 
 
 FOREIGN = [

@@ -61,10 +61,10 @@ def split_thinking(text: str, *, opened: bool, tags: Tags = PLAIN) -> Thought:
             return Thought(thinking=thought.strip(), answer="", closed=False)
         thoughts.append(thought)
         text = text.lstrip()
-    while tags.open in text and tags.close in text[text.index(tags.open) :]:
-        before, _, rest = text.partition(tags.open)
-        thought, _, text = rest.partition(tags.close)
-        thoughts.append(thought)
-        words.append(before)
+    place = 0
+    while (start := text.find(tags.open, place)) >= 0 and (end := text.find(tags.close, start)) >= 0:
+        words.append(text[place:start])
+        thoughts.append(text[start + len(tags.open) : end])
+        place = end + len(tags.close)
     thinking = "\n".join(thought.strip() for thought in thoughts) if thoughts else None
-    return Thought(thinking=thinking, answer="".join(words) + text)
+    return Thought(thinking=thinking, answer="".join(words) + text[place:])

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from slimrl.base.strict_json import json_object
 from slimrl.checkpoints.digests import Span
 from slimrl.checkpoints.torch_dist.chunks import SHARDING, Chunk, ShardSchema
 from slimrl.checkpoints.torch_dist.safe_pickle import METADATA_NAME, load_object
@@ -49,7 +50,7 @@ def content_metadata(folder: Path, metadata: Metadata) -> dict[str, Any]:
         ValueError: not a checkpoint of megatron-core, or the metadata is missing, damaged or may run code.
     """
     try:
-        backend = json.loads((folder / CONFIG_NAME).read_text())["sharded_backend"]
+        backend = json_object(folder / CONFIG_NAME)["sharded_backend"]
         if backend != CONFIG["sharded_backend"]:
             raise ValueError(f"{CONFIG_NAME}: sharded_backend is {backend!r}")
         return _common_state(folder, metadata).get("content_metadata") or {}

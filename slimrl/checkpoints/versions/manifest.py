@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slimrl.base.strict_json import json_object
 from slimrl.checkpoints.safetensors_file import spec_bytes
 from slimrl.config.schema.resync import DeltaEncoding
 from slimrl.data.model_weights import TensorSpec
@@ -103,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises ValueError: there is none, or it is not a version's manifest."""
     file = folder / MANIFEST_NAME
     try:
-        value = json.loads(file.read_text())
+        value = json_object(file)
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']} is not supported")
         files = list(value["files"])
