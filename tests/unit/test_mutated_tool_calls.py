@@ -173,7 +173,10 @@ def is_integer(value: object) -> bool:
 
 
 def is_number_of(value: object, text: str) -> bool:
-    return isinstance(value, float) and value in map(float, NUMBERS.findall(text))
+    """Whether a text has the number in another form: 1e2, or 0x10 where SGLang reads values as Python does."""
+    if isinstance(value, float):
+        return value in map(float, NUMBERS.findall(text))
+    return isinstance(value, int) and value in (int(one, 16) for one in HEXADECIMAL.findall(text))
 
 
 def is_left_of(part: str, text: str) -> bool:
@@ -197,6 +200,7 @@ def leaves(value: object, depth: int = 0) -> Iterator[object]:
 
 ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 NUMBERS = re.compile(r"-?\d{1,50}(?:\.\d+)?(?:[eE][-+]?\d{1,3})?")
+HEXADECIMAL = re.compile(r"-?0[xX][0-9a-fA-F]+")
 WORDS = re.compile(r"\w+")
 
 
