@@ -112,9 +112,14 @@ class Stages:
             )
         ]  # fmt: skip
 
-    def save_checkpoint(self, directory: Path):
+    def begin_checkpoint(self, directory: Path):
         self._note("checkpoint")
         directory.mkdir(parents=True)
+
+    def has_written(self):
+        return True
+
+    def finish_checkpoint(self):
         return {}
 
     def export_hf(self, directory: Path):
