@@ -23,13 +23,13 @@ class ShownTalk:
     """Shows a picture of each state."""
 
     async def start(self, prompt: Prompt, *, seed: int, scratch: dict) -> Observation:
-        return Observation(messages=prompt.messages, image=png(0), state_id="begin")
+        return Observation(messages=prompt.messages, image=png(0))
 
     async def step(self, turn: Turn) -> Observation:
         image = png(100 + 50 * turn.index)
         if turn.index == TURNS - 1:
-            return Observation(done=True, image=image, reward=0.5)
-        return Observation(messages=[{"role": "user", "content": "And more?"}], image=image, reward=0.25)
+            return Observation(done=True, image=image)
+        return Observation(messages=[{"role": "user", "content": "And more?"}], image=image)
 
     async def close(self) -> None:
         return
