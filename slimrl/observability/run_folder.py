@@ -68,6 +68,8 @@ class RunFolder:
         """Older versions of the policy that play against it, a Hugging Face checkpoint each."""
         self.export = self.path / "export" / "hf"
         """The trained model as a Hugging Face checkpoint."""
+        self.exports = self.path / "exports"
+        """The models of steps, with `checkpoint.export_every_steps`."""
         self.requeue = self.path / "requeue"
         """Marker file of a preempted run that waits to be continued; holds the number of its last step."""
         self.jobs = self.path / "jobs"
@@ -111,8 +113,8 @@ class RunFolder:
         return self.export
 
     def step_export(self, step: int) -> Path:
-        """The model of a step as a Hugging Face checkpoint, with `checkpoint.export_every_steps`."""
-        return self.path / "exports" / f"step_{step:06d}"
+        """The model of a step as a Hugging Face checkpoint."""
+        return self.exports / f"step_{step:06d}"
 
     @property
     def failed_file(self) -> Path:

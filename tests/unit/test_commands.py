@@ -22,6 +22,7 @@ from slimrl.runtime import commands, start
 from slimrl.runtime import loop as loops
 from slimrl.runtime.cluster.actors import run
 from slimrl.runtime.cluster.processes import Processes
+from slimrl.runtime.cluster.rank_position import RankProgress
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.resync_tools import resync_bench
 from slimrl.runtime.state import RunState
@@ -536,8 +537,7 @@ def test_a_benchmark_says_whether_what_was_loaded_is_what_was_sent(monkeypatch):
 
 def test_a_trainer_rank_works_tells_how_far_it_is_and_closes_all_that_it_holds():
     actor = object.__new__(TrainerActor)
-    actor.done, actor.total = 5, 9
-
+    actor._progress = RankProgress(5, 9, 40)
     noted = []
 
     def update(*given):
@@ -551,14 +551,14 @@ def test_a_trainer_rank_works_tells_how_far_it_is_and_closes_all_that_it_holds()
     run(actor, TrainerActor.load_checkpoint, Path("saved"))
     assert noted == [(Path("saved"),)]
     noted.clear()
-    assert actor.progress() == (1, 3)
+    assert actor.progress() == RankProgress(1, 3, 41)
     actor.recipe = Recipe()
     actor.resync_session = SimpleNamespace(run=lambda version, progress: (version, progress(2, 8)))
     assert actor.resync(7) == (7, None)
-    assert actor.progress() == (2, 8)
-    actor.worker.export_hf = lambda directory, seen: noted.append((directory, actor.progress())) or seen(3, 4)
+    assert (actor.progress().done, actor.progress().total) == (2, 8)
+    actor.worker.export_hf = lambda directory, seen: noted.append((directory, actor.progress().done)) or seen(3, 4)
     actor.export_hf(Path("hf"))
-    assert (noted.pop(), actor.progress()) == ((Path("hf"), (0, 0)), (3, 4))
+    assert (noted.pop(), actor.progress().done) == ((Path("hf"), 0), 3)
     actor.load_weights()
     actor.recipe.model.megatron = "weights"
     actor.load_weights()

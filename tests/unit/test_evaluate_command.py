@@ -76,7 +76,7 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
 
     for name, value in {
         "prepare": prepare, "started": started, "rollout_stage": rollout_stage, "resolved_dict": resolved,
-        "logs_of_command": lambda *_: "logs",
+        "logs_of_command": lambda *_: "logs", "refuse_another_model": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(evaluation, name, value)
     return made

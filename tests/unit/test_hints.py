@@ -162,8 +162,8 @@ def test_the_longest_end_of_a_key_decides():
         ),
         (
             "tracking.zebra.stripes",
-            "Keys of tracking: wandb, wandb_project, more, prometheus, texts, trajectories_per_step, "
-            "recorded_trajectories_per_step, recorded_bytes.",
+            "Keys of tracking: wandb, wandb_project, more, prometheus, opentelemetry, texts, "
+            "trajectories_per_step, recorded_trajectories_per_step, recorded_bytes.",
         ),
         ("reward.parts.math.zebra", "Keys of reward.parts.math: function, weight, cap, args, verified."),
         ("zebra", ""),

@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoint_mutations import linked_copy, mutate
 from safetensors import safe_open
+from saved_checkpoints import save
 from slimrl_tools.cli import app as tools
 from slimrl_tools.open_checkpoint import find_checkpoint, open_found
 from slimrl_tools.toy.toy import write_toy
@@ -61,9 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return file_digests(folder, [str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()])
 
     for step in (1, 2):
-        CheckpointFolder(root / "run").save(
-            RunState(step=step, weight_version=step), keep=2, writers={"trainer": write}
-        )
+        save(CheckpointFolder(root / "run"), RunState(step=step, weight_version=step), 2, {"trainer": write})
     return root
 
 

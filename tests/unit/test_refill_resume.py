@@ -5,6 +5,7 @@ The stage and the trainer are fakes; the run, its state and its checkpoints are 
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,9 @@ def play(where: Path, stage: InstantStage, refill: RefillMode, *, until: int, re
         data.restore(state.cursor)
     trainers = WrittenAtOnce(lambda path: path.mkdir() or {})
     trainers.role = "trainer"
-    silent = SimpleNamespace(summary=lambda step, metrics: None, say=lambda text: None)
+    silent = SimpleNamespace(
+        summary=lambda step, metrics: None, say=lambda text: None, step=nullcontext, part=nullcontext
+    )
     with stage, Trackers(folder, recipe.tracking, {}, keep_through_step=state.step if resume else -1) as trackers:
         run = TrainRun(
             recipe=recipe, folder=folder, trainers=trainers, engines=SimpleNamespace(need_weights=False),

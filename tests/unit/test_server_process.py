@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -227,7 +228,7 @@ def test_engines_are_killed_at_once_and_what_is_left_of_a_server_that_has_ended_
     assert (root.got, left.got, stranger.got) == ([], [signal.SIGKILL], [])
     assert child._process.waited == [10.0]
     engine = object.__new__(EngineServer)
-    engine.process, engine._meeting = child, None
+    engine.process, engine._folders = child, ExitStack()
     said = []
     child.stop = lambda **options: said.append(options)
     engine.stop()

@@ -27,9 +27,9 @@ from slimrl.models.family import family_of
 from slimrl.models.weight_map import Entry, HfTensor, Rule, Shard, WeightMap
 from slimrl.toys.random_weights import random_tensors
 from slimrl.trainer import weight_source, weights
-from slimrl.trainer.checkpointing.checkpoint import _written_by
 from slimrl.trainer.checkpointing.shard_schema import _check_complete, _place, shard_schema
 from slimrl.trainer.checkpointing.untrained_mtp import UntrainedMtpTensors
+from slimrl.trainer.checkpointing.writing import _written_by
 from slimrl.trainer.layout.fake_world import fake_world
 from slimrl.trainer.layout.source_layout import source_layout
 from slimrl.trainer.weight_source import MegatronWeightSource

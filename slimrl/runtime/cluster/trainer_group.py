@@ -119,7 +119,7 @@ class TrainerGroup:
 
     @property
     def _nodes(self) -> list[Node]:
-        """Of each rank."""
+        """The node of each rank."""
         return [slot.node for slot, _ in self._sites]
 
     @property
