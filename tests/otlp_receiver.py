@@ -39,7 +39,7 @@ class Receiver:
     url: str
     spans: list[Received] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
-    """Of the last request"""
+    """Headers of the last request"""
     num_requests: int = 0
 
     def by_id(self) -> dict[bytes, Received]:

@@ -185,7 +185,11 @@ class YamlSource:
             elif name in seen:
                 problems.append(Problem(where=where, key=key, message=f"given twice, first at {seen[name]}."))
             elif _holds_entries(key, value_node):
-                yield from self.entries(value_node, key, problems)
+                inside = list(self.entries(value_node, key, problems))
+                if not inside and is_removable(key):
+                    message = "has no settings, so it would not be there. Give one, or leave it out."
+                    problems.append(Problem(where=where, key=key, message=message))
+                yield from inside
             else:
                 yield Entry(key=key, value=self.value(value_node), where=where)
             seen.setdefault(name, where)

@@ -34,6 +34,7 @@ from slimrl.runtime.loop import train
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.train_run import TrainRun
+from slimrl.runtime.trainer_restarts import TrainerRestarts
 
 
 class Stages:
@@ -249,7 +250,9 @@ def play(
         )
         run.learner = stages
         run._service = service or InSteps(stages, prompts)
-        train(run)
+        TrainerRestarts(recipe.run, lambda: (None, state), stages).go_on(
+            lambda *_: (run, lambda: train(run)), None, state
+        )
     return folder
 
 
