@@ -400,9 +400,7 @@ def test_null_removes_all_of_an_inherited_part_of_the_reward(folder):
 
 @pytest.mark.parametrize("empty", ["{}", "{args: {}}"])
 def test_a_part_with_a_name_and_without_settings_is_refused_and_not_left_out_in_silence(folder, empty: str):
-    said = refused(
-        MINIMAL.replace("  function: tasks.demo:reward\n", f"  function: a:b\n  group: {{math: {empty}}}\n")
-    )
+    said = refused(MINIMAL.replace("  function: tasks.demo:reward\n", f"  function: a:b\n  group: {{math: {empty}}}\n"))
     message = "reward.group.math: has no settings, so it would not be there. Give one, or leave it out."
     assert any(one.endswith(message) for one in said), said
 
