@@ -63,6 +63,11 @@ class CheckpointWriter:
         self._partial = Path()
         self._parts: Mapping[str, CheckpointPart] = {}
 
+    @property
+    def pending(self) -> RunState | None:
+        """The state of the checkpoint that is being written."""
+        return self._state
+
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of this step is complete or being written."""
         return self._folder.holds(step) or (self._state is not None and self._state.step == step)

@@ -13,7 +13,7 @@
 import logging
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slimrl.base.errors import RunError
@@ -59,17 +59,25 @@ class PastVersions:
     """The older versions of a run, from the driver's side."""
 
     def __init__(
-        self, recipe: Recipe, state: RunState, trainers: TrainerGroup, engines: EngineGroup, folder: Path, saved: Path
+        self,
+        recipe: Recipe,
+        state: RunState,
+        trainers: TrainerGroup,
+        engines: EngineGroup,
+        folder: Path,
+        saved: Path,
+        pending: Callable[[], RunState | None] = lambda: None,
     ) -> None:
         """
         Args:
             engines: those of older versions.
             folder: of the versions.
             saved: folder of the run's checkpoints.
+            pending: gives the state of the checkpoint that is being written.
         """
         self._settings: PastVersionsConfig = recipe.agent.past_versions
         self._seed, self._state, self._trainers, self._engines = recipe.seed, state, trainers, engines
-        self._folder, self._saved = folder, saved
+        self._folder, self._saved, self._pending = folder, saved, pending
         self._loaded: int | None = None
         """The version that the engines have"""
 
@@ -111,6 +119,8 @@ class PastVersions:
     def clean(self) -> None:
         """Remove the folders of versions that neither the run nor one of its checkpoints draws from."""
         needed = {*self._state.past_versions}
+        if (pending := self._pending()) is not None:
+            needed |= pending.past_versions.keys()
         for checkpoint in self._saved.glob("step_*"):
             try:
                 needed |= read_state(checkpoint)[0].past_versions.keys()

@@ -108,6 +108,9 @@ class Run:
 
     def complete_checkpoint(self) -> None:
         """Wait until the checkpoint that was begun is complete, for a run that fails otherwise; log what fails here."""
+        if any(group.has_failed for group in self._groups):
+            # The other ranks wait for the one that has failed.
+            return
         try:
             self._checkpoints.finish()
         except RunError as error:

@@ -93,6 +93,7 @@ class TrainRun(Run):
                 self.past_engines,
                 self.folder.past_versions,
                 self.folder.checkpoints,
+                lambda: self._checkpoints.pending,
             )
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
 
@@ -200,6 +201,7 @@ class TrainRun(Run):
 
         Before, the step's trajectories are recorded, with what the updates found: their file is written beside.
         """
+        self._checkpoints.look()
         self._recording.write_step()
         if self.recipe.rollout.mode is RolloutMode.one_step_off:
             with step.timed("drain"):
@@ -347,6 +349,7 @@ class TrainRun(Run):
     def end_trainers(self) -> None:
         self._service.end()
         self._background.give_up()
+        self._recording.finish()
         super().end_trainers()
 
     def restart_trainers(self, checkpoint: Path | None) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slimrl.base.errors import RunError, StageError, TrainerLost
+from slimrl.base.errors import StageError, TrainerLost
 from slimrl.config.schema.run import RunConfig
 from slimrl.observability.progress import Progress
 from slimrl.runtime.run import Run
@@ -60,7 +60,7 @@ class TrainerRestarts:
                 return state
             except TrainerLost as lost:
                 checkpoint, state = self._restart(run, lost)
-            except RunError:
+            except Exception:
                 run.complete_checkpoint()
                 raise
 

@@ -17,7 +17,7 @@ from slimrl.models.architecture import architecture_of, check_architecture, trai
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.models.peft_config import peft_config
-from slimrl.trainer.build import build_model
+from slimrl.trainer.build import build_model, unwrap
 from slimrl.trainer.checkpointing import checkpoint
 from slimrl.trainer.checkpointing.export import ExportedAdapters, export_hf
 from slimrl.trainer.checkpointing.writing import CheckpointWriting, storage_addresses
@@ -139,7 +139,9 @@ class TrainerWorker:
         writing = checkpoint.begin(
             directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path
         )
-        writing.stage(storage_addresses([*weight_tensors(self.chunks), *self.optimizer.tensors()]))
+        # Such as the biases of routers, which change beside the optimizer.
+        buffers = [buffer for chunk in self.chunks for buffer in unwrap(chunk).buffers()]
+        writing.stage(storage_addresses([*weight_tensors(self.chunks), *buffers, *self.optimizer.tensors()]))
         return writing
 
     def load_checkpoint(self, directory: Path) -> None:

@@ -39,6 +39,8 @@ MEANWHILE_S = 1.0
 """Seconds between two calls of `meanwhile`."""
 ANSWER_S = 10.0
 """How long ranks may take to say whether they have written a checkpoint's files."""
+ENGINES_S = 120.0
+"""Seconds added to the deadlines of two stages of a resync, for questions about engines that are late."""
 ROOM_POLL_S = 1.0
 """Seconds between two looks for room on another node."""
 
@@ -97,6 +99,8 @@ class TrainerGroup:
         self._looked = 0.0
         """Time of the last call of `meanwhile`, on the monotonic clock"""
         self._processes: list[NodeProcess] = []
+        self.has_failed = False
+        """Whether a rank has raised an error, so that others may still wait for it in a collective"""
 
     def _make(self) -> None:
         variables = trainer_variables(self._recipe, os.environ)
@@ -260,7 +264,8 @@ class TrainerGroup:
 
     def finish_checkpoint(self) -> dict[str, FileDigest]:
         """Wait until the checkpoint is complete; checksums of all files that the ranks wrote, by name in the folder."""
-        written = self._finish(self._actors.begin(TrainerActor.finish_checkpoint))
+        # What fails beside it would be taken for its failure.
+        written = self._finish(self._actors.begin(TrainerActor.finish_checkpoint), alone=True)
         return {name: digest for files in written.values() for name, digest in files.items()}
 
     def export_hf(self, directory: Path) -> None:
@@ -292,17 +297,27 @@ class TrainerGroup:
         display = self._progress.phase(phase, 0, unit) if phase else nullcontext()
         with SPANS(f"{self.role}: {calls.method}"), display as shown:
             hang_s = None if calls.method in _FILES else self._recipe.trainer.hang_timeout_s
+            if hang_s is not None and alone:
+                # Engines may answer late, one stage after the other, and are left out then.
+                hang_s = max(hang_s, 2 * self._recipe.resync.timeout_s + ENGINES_S)
+            beside = False
             watch = RankWatch(self.role, calls.method, self._actors.handles, shown, hang_s)
 
             def wait() -> None:
                 if not alone and time.monotonic() - self._looked > MEANWHILE_S:
-                    self._looked = time.monotonic()
+                    nonlocal beside
+                    self._looked, beside = time.monotonic(), True
                     self.meanwhile()
+                    beside = False
                 watch()
 
             try:
                 return calls.wait(timeout_s=self._recipe.trainer.timeout_s, while_waiting=wait)
-            except (ActorLost, NoAnswer, PeerLost) as error:
+            except StageError as error:
+                # A broken connection to an engine is none to a rank; a rank that has ended says so itself.
+                if beside or not isinstance(error, (ActorLost, NoAnswer) if alone else (ActorLost, NoAnswer, PeerLost)):
+                    self.has_failed = self.has_failed or not beside
+                    raise
                 raise TrainerLost(str(error), error.details) from error
 
 

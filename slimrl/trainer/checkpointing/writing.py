@@ -40,7 +40,8 @@ class CheckpointWriting:
         if self._function is None:
             return
         self._preload = None
-        self._arguments[1] = [
+        # In place: what completes the checkpoint holds the same list.
+        self._arguments[1][:] = [
             (file, key, (texts, [(item, _on_host(tensor, live)) for item, tensor in tensors]))
             for file, key, (texts, tensors) in self._arguments[1]
         ]
@@ -49,11 +50,10 @@ class CheckpointWriting:
         """Write this rank's files and take their checksums. What fails is raised by `finish`, on all ranks."""
         if self._function is not None:
             if self._preload is not None:
-                self._arguments[1] = self._preload()
+                self._arguments[1][:] = self._preload()
             self._function(*self._arguments)
-        self._function = None
-        # The staged copies.
-        self._arguments = []
+            # Their memory; only how many there are is asked for later.
+            self._arguments[1][:] = [None] * len(self._arguments[1])
         self._digests = file_digests(self._partial, _written_by(self._partial, self._rank))
 
     def finish(self) -> dict[str, FileDigest]:

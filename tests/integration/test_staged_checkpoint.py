@@ -1,0 +1,46 @@
+"""A checkpoint that is written beside the training has the values of its begin, whatever changes meanwhile."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from slimrl_tools.toy.toy import ToySize, write_toy
+from trainer_cases import trainer_config
+
+from slimrl.trainer.build import unwrap
+from slimrl.trainer.offload import weight_tensors
+from slimrl.trainer.worker import TrainerWorker
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+
+def digests(rank: int, world_size: int, port: int, hf: Path, out: Path, settings: dict):
+    """Checksums of a checkpoint that was waited for, and of one during which everything changed."""
+    worker = TrainerWorker(
+        trainer_config(world_size, **settings), hf, seed=0, rank=rank, world_size=world_size,
+        meeting=f"tcp://127.0.0.1:{port}", total_updates=10,
+    )  # fmt: skip
+    worker.load_hf()
+    waited = worker.save_checkpoint(out / "waited")
+    writing = worker.begin_checkpoint(out / "beside")
+    buffers = [buffer for chunk in worker.chunks for buffer in unwrap(chunk).buffers()]
+    with torch.no_grad():
+        for tensor in [*weight_tensors(worker.chunks), *worker.optimizer.tensors(), *buffers]:
+            if tensor.is_floating_point():
+                tensor.add_(1.0)
+    writing.write()
+    beside = writing.finish()
+    worker.close()
+    names = [name for name in waited if name.endswith(".distcp")]
+    return {name: waited[name] for name in names}, {name: beside[name] for name in names}, len(buffers)
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"expert": 2})])
+def test_what_is_written_is_what_there_was_at_the_begin(ranks: int, settings: dict, tmp_path: Path):
+    # A family whose routers have biases that change beside the optimizer.
+    write_toy("glm4_moe", tmp_path / "hf", ToySize(layers=2, hidden=64, moe_intermediate=64), 0)
+    for waited, beside, num_buffers in run_ranks(digests, ranks, tmp_path / "hf", tmp_path, settings, timeout_s=200):
+        assert waited == beside
+        assert waited
+        assert num_buffers
