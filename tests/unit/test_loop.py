@@ -117,6 +117,8 @@ class Stages:
         self._note("checkpoint")
         directory.mkdir(parents=True)
 
+    has_failed = False
+
     def has_written(self):
         return True
 

@@ -54,7 +54,7 @@ def play(where: Path, stage: InstantStage, refill: RefillMode, *, until: int, re
         state, _ = read_state(CheckpointFolder(folder.checkpoints).complete()[-1])
         data.restore(state.cursor)
     trainers = WrittenAtOnce(lambda path: path.mkdir() or {})
-    trainers.role = "trainer"
+    trainers.role, trainers.has_failed = "trainer", False
     silent = SimpleNamespace(
         summary=lambda step, metrics: None, say=lambda text: None, step=nullcontext, part=nullcontext
     )

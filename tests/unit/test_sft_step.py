@@ -62,6 +62,8 @@ class Trainers:
         self.saved.append(directory.parent.name)
         directory.mkdir()
 
+    has_failed = False
+
     def has_written(self):
         return True
 
