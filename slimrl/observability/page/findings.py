@@ -58,8 +58,8 @@ RULES = (
     Rule(
         (Sign("rollout/tool_error_fraction", "above", 0.3),),
         "The reward stays at 0",
-        "tools refuse what the model asks",
-        "the tool's docstring",
+        "tools refuse what the model asks, or fail themselves",
+        "the texts of the errors in trajectories/; the tool's docstring where calls are wrong",
     ),
     Rule(
         (Sign("reward/timeouts", "above", 0.0),),
@@ -121,6 +121,14 @@ RULES = (
         "Trainer and engines disagree",
         "engines and trainer do not compute the same function: another precision, a template, a kernel",
         "trainer.precision: fp32 with small models brings it to 1e-6 or shows a fault",
+    ),
+    Rule(
+        (Sign("mismatch/logprob_abs_mean", "rose", 10.0),),
+        "Trainer and engines disagree",
+        "an engine has kept older weights, which resync.verify: off lets pass, or the policy has moved to where "
+        "rounding counts more",
+        "resync.verify: full; sort the trajectories of the page by their largest gap: those of one engine stand "
+        "together",
     ),
     Rule(
         (Sign("resync/fingerprint_mismatches", "above", 0.0),),
