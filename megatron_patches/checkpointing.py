@@ -18,8 +18,8 @@ def keep_results_in_process() -> None:
     """dist_checkpointing/strategies/filesystem_async.py passes write results through a manager process.
 
     That process is spawned, so it imports `__main__` again, which costs seconds per save and runs a script without a
-    main guard twice; and it outlives a killed trainer. Only asynchronous saves pass results between processes.
-    slimrl saves synchronously, so a queue within the process is enough.
+    main guard twice; and it outlives a killed trainer. slimrl writes in a thread of the rank, so a queue within the
+    process is enough.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -30,8 +30,8 @@ def keep_results_in_process() -> None:
 def copy_views_one_at_a_time() -> None:
     """dist_checkpointing/strategies/filesystem_async.py copies every view of a larger tensor before it writes one.
 
-    Optimizer states are views of what was gathered, so a save would take their 12 bytes a parameter twice. Only
-    asynchronous saves need the copies early; slimrl saves synchronously. On any device.
+    Optimizer states are views of what was gathered, so a save would take their 12 bytes a parameter twice. slimrl
+    copies early what training changes, and nothing else (trainer/checkpointing/writing.py). On any device.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -338,6 +338,16 @@ def test_resyncs_are_timed_against_copies_and_as_deltas(tmp_path: Path):
 
 
 @pytest.mark.full
+def test_checkpoints_are_timed_beside_the_training_and_waited_for(tmp_path: Path):
+    arguments = ["--gigabytes", "0.14", "--repeats", "1", "--folder", str(tmp_path)]
+    (found,) = figures_of("checkpoints", tmp_path / "checkpoints.json", *arguments)["checkpoints"]
+    assert found["bytes"] == pytest.approx(0.14e9, rel=0.3)
+    assert_positive(*found.values())
+    assert found["beside_held_s"] < found["beside_complete_s"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints.json"]
+
+
+@pytest.mark.full
 def test_conversions_are_timed_against_copies(tmp_path: Path):
     arguments = ["--gigabytes", "0.12", "--pairs", "1", "--cold", "--folder", str(tmp_path)]
     figures = figures_of("conversion", tmp_path / "conversion.json", *arguments)
