@@ -182,7 +182,9 @@ def test_a_killed_environment_costs_its_own_trajectory(name: str, model: Path, t
         if line["step"] > 0
     ]
     assert fractions == [(pytest.approx(1 / EPISODES), 0), (0, 0)]
-    said = re.findall(r"WARNING slimrl.agent.episode_end: step_000001/\S+: (.*)", folder.log_file("driver").read_text())
+    said = re.findall(
+        r"WARNING slimrl.agent.episode_runner: step_000001/\S+: (.*)", folder.log_file("driver").read_text()
+    )
     who = "the session was ended" if name == "software_repair" else f"its process {pid} was ended"
     assert len(said) == 1
     assert f"{who} by SIGKILL" in said[0]

@@ -92,7 +92,13 @@ def test_a_screenshot_of_each_state_is_shown_to_those_who_ask():
 
 
 def chromium_of(pid: int) -> list[psutil.Process]:
-    return [one for one in psutil.Process(pid).children(recursive=True) if "chromium" in one.name()]
+    found = []
+    for one in psutil.Process(pid).children(recursive=True):
+        # One may end between the listing and the question.
+        with suppress(psutil.NoSuchProcess):
+            if "chromium" in one.name():
+                found.append(one)
+    return found
 
 
 def folders() -> set[str]:

@@ -70,8 +70,8 @@ def arguments(work: Path, name: str, out: Path) -> list[str]:
     [
         ("prepare", rf"reading .* \d+000/60000 rows .*{LEFT}", "60000 problems of 60000 rows"),
         ("synthesize", rf"questions to train on .* \d+/300 questions .*{LEFT}", "300 + 30 questions"),
-        ("verify", r"compare .* MB/s \d:\d\d:\d\d[^┃]*logits .* \d/16 prompts .*" + LEFT, '"same": true'),
-        ("quantize", r"quantize and check .* MB/s \d:\d\d:\d\d", "quantize and check: "),
+        ("verify", r"compare .* [MG]B/s \d:\d\d:\d\d[^┃]*logits .* \d/16 prompts .*" + LEFT, '"same": true'),
+        ("quantize", r"quantize and check .* [MG]B/s \d:\d\d:\d\d", "quantize and check: "),
         ("environment", r"installing bfcl .*/22.0 MB .* \d:\d\d:\d\d", "installing bfcl: "),
         ("report", rf"page .* \d+/\d+ steps .*{LEFT}", "trajectories"),
     ],

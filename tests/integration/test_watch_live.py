@@ -46,7 +46,7 @@ def test_a_live_run_is_watched_until_the_user_or_the_run_ends(workspace: Workspa
     run = CliRun(["train", str(RECIPES / "gspo_calculator.yaml"), *overrides])
     try:
         run.wait_until(folder.now.is_file, RUN_S)
-        assert "running  step 0 of 4" in once(folder.path)
+        assert re.search("(starting|running)  step 0 of 4", once(folder.path))
         with TerminalRun([*WATCH, str(folder.path)]) as terminal:
             terminal.read_until(lambda text: re.search(r"step 1: rollout for 0:00:\d\d", text), RUN_S)
             terminal.read_until(lambda text: re.search(r"rollout \d+/16 trajectories", text), RUN_S)

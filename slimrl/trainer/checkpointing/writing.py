@@ -75,7 +75,7 @@ class CheckpointWriting:
         dist.barrier()
         # Before the rename: a network file system may not show this rank the final name at once.
         late = [name for name in _written_by(self._partial, self._rank) if name not in self._digests]
-        digests = {**self._digests, **file_digests(self._partial, late)}
+        digests = dict(sorted({**self._digests, **file_digests(self._partial, late)}.items()))
         dist.barrier()
         if self._rank == 0:
             os.rename(self._partial, self._directory)
