@@ -16,7 +16,7 @@ OTHER_ROWS = 26
 """Rows of a frame beside the curves, answers included"""
 CURVE_ROWS = (7, 16)
 """Smallest and largest number of rows of the curves"""
-_STYLES = {"running": "green", "complete": "green", "preempted": "yellow"}
+_STYLES = {"starting": "green", "running": "green", "complete": "green", "preempted": "yellow"}
 
 
 def frame(view: View, at: float, width: int, height: int) -> Group:

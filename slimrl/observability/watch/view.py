@@ -39,7 +39,7 @@ class View:
 
     @property
     def is_running(self) -> bool:
-        return bool(self.state["word"] == "running")
+        return self.state["word"] in ("starting", "running")
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
