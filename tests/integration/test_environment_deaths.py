@@ -156,7 +156,7 @@ def train_with_a_death(
         # Before the first episode has started.
         run.signal_server(0, signal.SIGSTOP)
         run.wait_until(lambda: num_asked(run) >= EPISODES, RUN_S)
-        run.wait_until(lambda: len(processes(run)) == EPISODES, 10.0)
+        run.wait_until(lambda: len(processes(run)) == EPISODES, 60.0)
         killed = processes(run)[0]
         killed.kill()
         run.signal_server(0, signal.SIGCONT)
