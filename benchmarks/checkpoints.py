@@ -16,7 +16,7 @@ from figures import make_table, write_figures
 from rich.console import Console
 
 from slimrl.config.schema.precision import Precision
-from slimrl.config.schema.trainer import ParallelConfig, TrainerConfig
+from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slimrl.toys.sized_toy import sized_config, write_sized_toy
 from slimrl.trainer.worker import TrainerWorker
 
@@ -30,7 +30,10 @@ def start(folder: Path, nbytes: float) -> TrainerWorker:
     layout = ParallelConfig()
     config = sized_config(FAMILY, int(nbytes * BYTES_OF_WEIGHTS), "float32", layout)
     write_sized_toy(config, folder / "model", seed=0)
-    trainer = TrainerConfig(num_ranks=1, precision=Precision.fp32, max_tokens_per_rank=64, parallel=layout)
+    optimizer = OptimizerConfig(lr=1e-4)
+    trainer = TrainerConfig(
+        num_ranks=1, optimizer=optimizer, precision=Precision.fp32, max_tokens_per_rank=64, parallel=layout
+    )
     meeting = f"file://{folder / 'meeting'}"
     worker = TrainerWorker(trainer, folder / "model", seed=0, rank=0, world_size=1, meeting=meeting, total_updates=1)
     worker.load_hf()
