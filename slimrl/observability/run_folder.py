@@ -112,9 +112,12 @@ class RunFolder:
             shutil.rmtree(self.export)
         return self.export
 
-    def step_export(self, step: int) -> Path:
-        """The model of a step as a Hugging Face checkpoint."""
-        return self.exports / f"step_{step:06d}"
+    def fresh_step_export(self, step: int) -> Path:
+        """Folder for the model of a step: one of the same step, which the run has gone back behind, is removed."""
+        folder = self.exports / f"step_{step:06d}"
+        if folder.exists():
+            shutil.rmtree(folder)
+        return folder
 
     @property
     def failed_file(self) -> Path:

@@ -100,11 +100,11 @@ class Run:
     def export_is_due(self) -> bool:
         """Whether the model of the last step is exported beside the one at the end."""
         step, every = self.state.step, self.recipe.checkpoint.export_every_steps
-        return every > 0 and step > 0 and step % every == 0 and not self.folder.step_export(step).exists()
+        return every > 0 and step > 0 and step % every == 0
 
     def export_step(self) -> None:
         """Export the model of the last step."""
-        self.trainers.export_hf(self.folder.step_export(self.state.step))
+        self.trainers.export_hf(self.folder.fresh_step_export(self.state.step))
 
     def complete_checkpoint(self) -> None:
         """Wait until the checkpoint that was begun is complete, for a run that fails otherwise; log what fails here."""

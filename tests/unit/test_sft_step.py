@@ -152,6 +152,19 @@ def test_checkpoints_lie_where_the_recipe_says_and_the_model_comes_last(tmp_path
     assert trainers.denominators == [1, 2, 3, 4, 5]
 
 
+def test_models_of_chosen_steps_are_exported_and_replace_those_of_steps_that_the_run_went_back_behind(tmp_path):
+    recipe = Recipe(steps=5)
+    recipe.checkpoint.export_every_steps = 2
+    folder = RunFolder(tmp_path)
+    stale = folder.exports / "step_000004" / "stale"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    _, trainers, _ = run_of(tmp_path, recipe, RunState())
+    assert trainers.saved == ["export", "export", ".partial_step_000005", "export"]
+    assert sorted(path.name for path in folder.exports.iterdir()) == ["step_000002", "step_000004"]
+    assert not stale.exists()
+
+
 def test_a_run_that_makes_room_saves_its_step_and_goes_on_with_the_next_conversation(tmp_path):
     recipe, state = Recipe(steps=4), RunState()
     recipe.sft.summary_every_steps = 1

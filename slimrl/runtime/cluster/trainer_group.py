@@ -304,8 +304,8 @@ class TrainerGroup:
             watch = RankWatch(self.role, calls.method, self._actors.handles, shown, hang_s)
 
             def wait() -> None:
+                nonlocal beside
                 if not alone and time.monotonic() - self._looked > MEANWHILE_S:
-                    nonlocal beside
                     self._looked, beside = time.monotonic(), True
                     self.meanwhile()
                     beside = False

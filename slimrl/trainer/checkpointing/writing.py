@@ -47,7 +47,8 @@ class CheckpointWriting:
         ]
 
     def write(self) -> None:
-        """Write this rank's files and take their checksums. What fails is raised by `finish`, on all ranks."""
+        """Write this rank's files and take their checksums. What megatron-core's writer meets, such as a full disk, is
+        raised by `finish`, on all ranks."""
         if self._function is not None:
             if self._preload is not None:
                 self._arguments[1][:] = self._preload()
