@@ -127,7 +127,9 @@ def group_advantages(
         if found.shape != (len(members),) or not np.isfinite(found).all():
             raise ValueError(f"{name} gave group {group_id!r} of {len(members)} the advantages {found.tolist()}")
         advantages[members] = found
-    return advantages.astype(np.float32)
+    with np.errstate(over="ignore"):
+        # One beyond 32 bits is infinite: the update that has it is skipped, and names it.
+        return advantages.astype(np.float32)
 
 
 def groups_of(group_ids_N: Sequence[str]) -> dict[str, list[int]]:

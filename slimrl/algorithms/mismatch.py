@@ -62,7 +62,8 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Metrics of a step, from the micro-batches of all its updates.
 
-    `mismatch/kl_k3` estimates KL(engine, trainer), since the tokens are the engine's.
+    `mismatch/kl_k3` estimates KL(engine, trainer), since the tokens are the engine's. Tokens with a log-prob that is
+    not finite are left out; where there are no others, a metric is NaN.
 
     Args:
         batches: those of the reports, in their order.
@@ -75,22 +76,29 @@ def mismatch_metrics(
     versions = np.concatenate([batch.weight_versions[batch.mask] for batch in batches])
     difference = np.abs(trainer.astype(np.float64) - rollout)
     own = np.full(len(versions), True) if version is None else versions == version
+    has_own, has_stale = own.any(), not own.all()
+    finite = np.isfinite(difference)
+    own, stale = own & finite, ~own & finite
     metrics = {}
-    if own.any():
+    if has_own:
         far = int((difference[own] > FAR * limit).sum())
         metrics = {
-            "mismatch/logprob_abs_mean": float(difference[own].mean()),
-            "mismatch/logprob_abs_max": float(difference[own].max()),
-            "mismatch/kl_k3": float(k3(rollout[own], trainer[own]).mean()),
-            "mismatch/far_fraction": max(0, far - ANYWAY) / int(own.sum()),
+            "mismatch/logprob_abs_mean": _mean(difference[own]),
+            "mismatch/logprob_abs_max": float(difference[own].max()) if own.any() else math.nan,
+            "mismatch/kl_k3": _mean(k3(rollout[own], trainer[own])),
+            "mismatch/far_fraction": max(0, far - ANYWAY) / max(1, int(own.sum())),
         }
-    if not own.all():
-        metrics["mismatch/stale_logprob_abs_mean"] = float(difference[~own].mean())
-        metrics["mismatch/stale_kl_k3"] = float(k3(rollout[~own], trainer[~own]).mean())
+    if has_stale:
+        metrics["mismatch/stale_logprob_abs_mean"] = _mean(difference[stale])
+        metrics["mismatch/stale_kl_k3"] = _mean(k3(rollout[stale], trainer[stale]))
     routing = [report.routing for report in reports if report.routing is not None]
     if routing:
         metrics |= routing_metrics(routing, difference, own)
     return metrics
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else math.nan
 
 
 def k3(logprobs_T: np.ndarray, reference_T: np.ndarray) -> np.ndarray:

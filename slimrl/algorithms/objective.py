@@ -40,6 +40,8 @@ class LossSums:
     """Sums over a micro-batch: `loss` has a gradient, all else has none."""
 
     loss: Tensor
+    losses_T: Tensor
+    """Each token's part of the loss; 0 where it is masked"""
     reported: dict[str, Tensor]
     by_token: dict[str, Tensor] = field(default_factory=dict)
     """float [T] by the names of TOKEN_VALUES, what a run may record of each token; meaningless if it is masked"""
@@ -91,7 +93,8 @@ def policy_objective(
         loss_T = loss_T - entropy_coef * torch.where(mask_T, entropy_T, zero_T)
     weight_T = torch.where(mask_T, aggregation_weights(tokens, settings.aggregation), zero_T)
     # A masked loss may be NaN, for example of a user's loss: it is left out rather than multiplied by 0.
-    loss = torch.where(mask_T, loss_T * weight_T, zero_T).sum()
+    losses_T = torch.where(mask_T, loss_T * weight_T, zero_T)
+    loss = losses_T.sum()
     with torch.no_grad():
         by_weight = {"weight": weight_T, "clipped": torch.where(losses.clipped_T, weight_T, zero_T)}
         importance_T = tokens.drift_T.exp()
@@ -112,7 +115,8 @@ def policy_objective(
             "clipped": losses.clipped_T,
             "entropies": entropy_T.detach(),
         }
-    return LossSums(loss=loss, reported={"loss": loss.detach(), **reported}, by_token=recorded_T)
+    reported["loss"] = loss.detach()
+    return LossSums(loss=loss, losses_T=losses_T.detach(), reported=reported, by_token=recorded_T)
 
 
 def sequence_terms(tokens: PolicyTokens, settings: AlgorithmConfig) -> dict[str, Tensor]:
@@ -146,5 +150,6 @@ def denominator(aggregation: Aggregation, *, num_trajectories: int, num_tokens: 
 def cross_entropy(logprobs_T: Tensor, entropy_T: Tensor, batch: LossBatch) -> LossSums:
     """Sum of -log p over unmasked tokens; masked values may be NaN. `reported` has `loss` and `tokens`."""
     mask_T = batch.mask_T
-    loss = -torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T)).sum()
-    return LossSums(loss=loss, reported={"loss": loss.detach(), "tokens": mask_T.sum()})
+    losses_T = -torch.where(mask_T, logprobs_T, torch.zeros_like(logprobs_T))
+    loss = losses_T.sum()
+    return LossSums(loss=loss, losses_T=losses_T.detach(), reported={"loss": loss.detach(), "tokens": mask_T.sum()})

@@ -57,7 +57,8 @@ def value_objective(values_T: Tensor, _: Tensor, batch: LossBatch, *, value_clip
     bounded_T = error_T
     if value_clip:
         bounded_T = (old_T + (now_T - old_T).clamp(-value_clip, value_clip) - return_T).square()
-    loss = torch.maximum(error_T, bounded_T).sum() / 2
+    losses_T = torch.maximum(error_T, bounded_T)
+    loss = losses_T.sum() / 2
     with torch.no_grad():
         # In float64: metrics subtract sums that may be nearly equal.
         exact_T = return_T.double()
@@ -69,7 +70,7 @@ def value_objective(values_T: Tensor, _: Tensor, batch: LossBatch, *, value_clip
             "return_squared": exact_T.square().sum(),
             "error_squared": (old_T - exact_T).square().sum(),
         }
-    return LossSums(loss=loss, reported={"loss": loss.detach(), **reported})
+    return LossSums(loss=loss, losses_T=losses_T.detach() / 2, reported={"loss": loss.detach(), **reported})
 
 
 def value_metrics(sums: dict[str, float]) -> dict[str, float]:

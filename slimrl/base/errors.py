@@ -36,6 +36,10 @@ class TrainerLost(StageError):
     """A rank of the trainer, or of its critic, has ended or hangs, with its weights and the optimizer's state."""
 
 
+class NotFinite(RunError):
+    """Updates whose loss or gradient is not finite end the run, or weights that are not."""
+
+
 class Preempted(Exception):
     """The run was preempted and saved a checkpoint; the message says how to continue."""
 

@@ -7,7 +7,7 @@ After any number of items each file has given its share of them, up to about one
 depends on the weights alone, and a file's order on the seed and its name. A small file begins its next epoch earlier.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slimrl.base.seeds import derive_seed
@@ -36,6 +36,18 @@ class Mixture[T]:
         """Take the next items with these weights, of the same names; files of weight 0 give none."""
         total = sum(weights.values())
         self._shares = {name: weight / total for name, weight in weights.items()}
+
+    def leave_out(self, is_out: Callable[[T], bool]) -> None:
+        """Skip such items from now on, whose places in the order of their file stay.
+
+        Raises:
+            ValueError: a file would have no item left.
+        """
+        for name, sampler in self._samplers.items():
+            try:
+                sampler.leave_out(is_out)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
 
     def take(self, count: int) -> list[T]:
         """The next `count` items."""

@@ -7,7 +7,7 @@ Null means that the key is not there, except for `label`. Other keys are refused
 unless the recipe names the file's columns (columns.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,20 +116,33 @@ class Sampler[T]:
         self._epoch = 0
         self._index = 0
         self._order = self._epoch_order(0)
+        self._left_out: frozenset[int] = frozenset()
+
+    def leave_out(self, is_out: Callable[[T], bool]) -> None:
+        """Skip such items from now on, whose places in the order stay.
+
+        Raises:
+            ValueError: no item would be left.
+        """
+        self._left_out = frozenset(number for number, item in enumerate(self._items) if is_out(item))
+        if len(self._left_out) == len(self._items):
+            raise ValueError(f"all {len(self._items)} items are left out")
 
     def take(self, count: int) -> list[T]:
         """The next `count` items, across the ends of epochs."""
         taken: list[T] = []
-        for _ in range(count):
+        while len(taken) < count:
             if self._index == len(self._items):
                 self._epoch, self._index = self._epoch + 1, 0
                 self._order = self._epoch_order(self._epoch)
-            taken.append(self._items[self._order[self._index]])
+            number = int(self._order[self._index])
             self._index += 1
+            if number not in self._left_out:
+                taken.append(self._items[number])
         return taken
 
     def state(self) -> dict[str, int]:
-        """State for `restore`: the epoch, the number of items taken in it, and the number of items."""
+        """State for `restore`: the epoch, the number of items taken or skipped in it, and the number of items."""
         return {"epoch": self._epoch, "index": self._index, "num_items": len(self._items)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from slimrl.data.trajectory import Segment, Status, Trajectory
+from slimrl.data.trajectory import PROMPT_ID, Segment, Status, Trajectory
 
 ROLE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 """Names of roles, which are a part of groups' ids and of metrics' names"""
@@ -69,6 +69,7 @@ def _of_role(trajectory: Trajectory, role: str, own_group: bool) -> Trajectory:
         turn_rewards=chosen(trajectory.turn_rewards),
         turn_states=chosen(trajectory.turn_states),
         turn_advantages=chosen(trajectory.turn_advantages),
+        scratch={**trajectory.scratch, PROMPT_ID: trajectory.group_id},
         metadata={key: value for key, value in trajectory.metadata.items() if key != "roles"}
         | {"num_turns": len(turns)},
     )

@@ -90,7 +90,7 @@ class UpdateResult:
     denominator: float
     """Number by which the summed loss was divided"""
     grad_norm: float
-    """Global gradient norm before clipping; NaN or infinite if the update was skipped"""
+    """Global gradient norm before clipping; NaN or infinite if the update was skipped, for whatever reason"""
     skipped: bool
     lr: float
     num_tokens: int

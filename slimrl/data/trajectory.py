@@ -35,6 +35,9 @@ POSTED_REWARD = "posted_reward"
 POSTED_BY_ROLE = "posted_by_role"
 """Key of `Trajectory.scratch`: the rewards that it gave its roles, numbers by role"""
 
+PROMPT_ID = "prompt_id"
+"""Key of `Trajectory.scratch`: the prompt's id of a role's part of an episode, whose group may be of the role"""
+
 CACHE_HITS = "tool_cache_hit_fraction"
 """Key of `Trajectory.measured`: fraction of tool calls that were answered from the cache of pure tools, which all
 episodes of a process share"""

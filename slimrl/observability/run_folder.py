@@ -49,6 +49,8 @@ class RunFolder:
         """What the run does at present; a process that is killed leaves it behind."""
         self.groups = self.path / "groups.jsonl"
         """What became of each group, and when (docs/async.md)."""
+        self.left_out = self.path / "left_out.json"
+        """What the data are trained without since the run went back, with `stop.rewind_not_finite`."""
         self.curve = self.path / "curve.png"
         self.logs = self.path / "logs"
         """Log files, one per process."""
@@ -123,6 +125,10 @@ class RunFolder:
     def failed_file(self) -> Path:
         """Conversations of a rollout or an evaluation that ended the run since too many of them failed."""
         return self.trajectories / "failed.jsonl"
+
+    def not_finite_file(self, step: int, update: int) -> Path:
+        """Groups of an update of a step, counted from 1, that had a loss or a gradient which is not finite."""
+        return self.trajectories / f"not_finite_{step:06d}_{update}.jsonl"
 
     def sample_file(self, step: int) -> Path:
         return self.trajectories / f"step_{step:06d}.jsonl"

@@ -17,6 +17,7 @@ Every group that began is running, waiting, taken, filtered, failed or dropped; 
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,14 +126,16 @@ class Admission:
         if self.too_old is not TooOld.drop:
             return []
         present = self.running | self.waiting
-        return self._drop([number for number, lowest in present.items() if self.age(lowest) > self.max_staleness])
+        return self.drop([number for number, lowest in present.items() if self.age(lowest) > self.max_staleness])
 
-    def _drop(self, numbers: list[int]) -> list[int]:
+    def drop(self, numbers: Iterable[int]) -> list[int]:
+        """Let groups go, running or waiting, that no batch is to take; their numbers in order."""
+        numbers = sorted(numbers)
         for number in numbers:
             self.running.pop(number, None)
             self.waiting.pop(number, None)
         self.ended["dropped"] += len(numbers)
-        return sorted(numbers)
+        return numbers
 
     def age(self, lowest: int) -> int:
         """Age of a group, at an update that starts from the present version."""
@@ -160,7 +163,7 @@ class Admission:
                 dropped.append(number)
             else:
                 kept += 1
-        return self._drop(dropped)
+        return self.drop(dropped)
 
     def state(self) -> dict[str, Any]:
         """State for `restore`."""

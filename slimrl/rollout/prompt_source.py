@@ -23,7 +23,7 @@ class PromptSource:
     ) -> None:
         """
         Args:
-            prompts: all prompts of the training data.
+            prompts: all prompts of the training data that may be chosen.
             tried: results of prompts so far, see PromptValues; changed by `count`.
         """
         self._seed, self._data, self._prompts = recipe.seed, data, prompts

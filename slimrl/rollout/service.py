@@ -18,7 +18,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,18 @@ class RolloutService:
         stage: RolloutStage,
         keeps: Callable[[list[Trajectory]], bool],
         ledger: GroupLedger,
+        left_out: Collection[str] = (),
     ) -> None:
         """
         Args:
+            left_out: ids of prompts whose saved groups are dropped.
             ledger: gets a line for each group that leaves, when the step after it has its batch.
             prompts: all prompts of the training data, among which are those of saved groups.
             keeps: the task's group filters.
         """
         self._recipe, self._source, self._stage, self._keeps, self._ledger = recipe, source, stage, keeps, ledger
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._left_out = left_out
         self.admission = admission_of(recipe)
         self._steps = self.admission if isinstance(self.admission, StepAdmission) else None
         """The admission, where no group spans steps"""
@@ -450,6 +453,10 @@ class RolloutService:
         self._source.restore(state["cursor"])
         self._left, self._counted = state["left"], state["counted"]
         self._groups = read_groups(folder, self._prompts)
+        out = [number for number, group in self._groups.items() if group.prompt.prompt_id in self._left_out]
+        for number in self.admission.drop(out):
+            group = self._forget(number, "dropped")
+            log.info("group %d of %s is dropped, since the run leaves out its prompt", number, group.prompt.prompt_id)
         for number in self.admission.refit():
             group = self._forget(number, "dropped")
             log.info("group %d of %s is too old for the recipe now and dropped", number, group.prompt.prompt_id)

@@ -1,7 +1,7 @@
 """What each command of the CLI does, with its arguments as plain values."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -33,12 +33,13 @@ from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.checks.checkpoint_check import check_exported
 from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
 from slimrl.runtime.learner import Learner
+from slimrl.runtime.left_out import LeftOut
 from slimrl.runtime.loop import train as train_loop
 from slimrl.runtime.loop import train_on_conversations as sft_loop
 from slimrl.runtime.loop import train_on_file as train_on_file_loop
 from slimrl.runtime.preemption import Preemption, preemption_by_signal, raise_preempted
 from slimrl.runtime.run import Run
-from slimrl.runtime.sft import read_examples
+from slimrl.runtime.sft import Example, read_examples
 from slimrl.runtime.start import logs_of_command, open_run, prepare, rollout_stage, started
 from slimrl.runtime.state import RunState
 from slimrl.runtime.train_run import TrainRun
@@ -128,8 +129,9 @@ def _train(
         for note in () if task is None else task.notes:
             log.info(note)
         checkpoint, state = _resume_point(folder, recipe, progress, learns=task is not None)
+        left_out = LeftOut(folder.left_out)
         # Refuses a position in other data, before anything starts.
-        _sampler(items, recipe, state)
+        _sampler(items, recipe, state, left_out.items)
         with (
             _recorder(folder, profiled, recipe.tracking, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
@@ -154,7 +156,7 @@ def _train(
                 stage: RolloutStage | None, checkpoint: Path | None, state: RunState
             ) -> tuple[Run, Callable[[], None]]:
                 """A run from a checkpoint on, and its loop."""
-                data = _sampler(items, recipe, state)
+                data = _sampler(items, recipe, state, left_out.items)
                 if task is None or stage is None:
                     run = Run(
                         recipe=recipe,
@@ -180,6 +182,7 @@ def _train(
                     past_engines=processes.past,
                     stage=stage,
                     checkpoint=checkpoint,
+                    left_out=left_out.items,
                     trackers=trackers,
                     progress=progress,
                     state=state,
@@ -200,7 +203,9 @@ def _train(
                 trackers.rewind(_kept_step(*found))
                 return found
 
-            restarts = TrainerRestarts(recipe.run, rewind, progress)
+            restarts = TrainerRestarts(
+                recipe.run, rewind, progress, left_out=left_out if recipe.stop.rewind_not_finite else None
+            )
             with nullcontext() if task is None else rollout_stage(loaded, task, processes, progress) as stage:
                 state = restarts.go_on(partial(begin, stage), checkpoint, state)
         raise_preempted(folder, state.step, recipe.steps)
@@ -258,7 +263,7 @@ def train_on_file(
                 data=None,
                 recorder=recorder,
             )
-            learner = Learner(recipe, processes.trainers, state, processes.critics)
+            learner = Learner(recipe, processes.trainers, state, processes.critics, say=progress.say, folder=folder)
             train_on_file_loop(run, learner, batch, GroupFilters(recipe.reward.group_filters, task.group_filters))
 
 
@@ -361,14 +366,17 @@ def _resume_point(
     return found.path, found.state
 
 
-def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunState) -> DataOrder[T]:
+def _sampler[T: Prompt | Example](
+    files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunState, left_out: Collection[str] = ()
+) -> DataOrder[T]:
     """Samples the training data in the order of the seed, starting at the position in `state`.
 
     Args:
         files: their items, by name.
+        left_out: items that are skipped, see LeftOut.
 
     Raises:
-        ValueError: the position is in other files, or in one with another number of lines.
+        ValueError: the position is in other files, or in one with another number of lines; or nothing is left of one.
     """
     sampler: DataOrder[T]
     if recipe.data.curriculum.levels:
@@ -382,12 +390,14 @@ def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunStat
         sampler = Mixture(files, recipe.data.weights, seed=recipe.seed, shuffle=recipe.data.shuffle)
     else:
         sampler = Sampler([*chain(*files.values())], seed=recipe.seed, shuffle=recipe.data.shuffle)
-    if state.cursor:
-        try:
+    try:
+        if left_out:
+            sampler.leave_out(lambda item: (item.prompt_id if isinstance(item, Prompt) else item.source) in left_out)
+        if state.cursor:
             sampler.restore(state.cursor)
-        except ValueError as error:
-            paths = ", ".join(recipe.data.train_files.values())
-            raise ValueError(f"data.train = {paths}: {error}") from error
+    except ValueError as error:
+        paths = ", ".join(recipe.data.train_files.values())
+        raise ValueError(f"data.train = {paths}: {error}") from error
     return sampler
 
 

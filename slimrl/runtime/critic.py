@@ -4,10 +4,11 @@ Its ranks hold the same sequences as the policy's, packed for a layout of their 
 from rank to rank: log-probs to the critic where the KL is in the reward, and advantages to the policy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from slimrl.algorithms.not_finite import CRITIC_VALUES
 from slimrl.algorithms.selection import Selection
 from slimrl.algorithms.token_advantages import charges_kl
 from slimrl.algorithms.values import value_metrics, value_objective
@@ -16,22 +17,34 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Trajectory
+from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.not_finite import SkippedUpdates, Work, owners_of
 from slimrl.runtime.packed_updates import Update, make_updates
-from slimrl.runtime.state import RunState, count_skipped
+from slimrl.runtime.state import RunState
 
 
 class Critic:
     """The critic's half of the learning; the driver calls it between the policy's passes."""
 
-    def __init__(self, recipe: Recipe, ranks: TrainerGroup, state: RunState) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        ranks: TrainerGroup,
+        state: RunState,
+        say: Callable[[str], None],
+        folder: RunFolder | None,
+    ) -> None:
         """
         Args:
             recipe: the policy's.
             ranks: the critic's.
+            say, folder: as of SkippedUpdates.
         """
-        self._recipe, self._ranks, self._state = recipe, ranks, state
+        self._recipe, self._ranks = recipe, ranks
+        limit = recipe.critic.trainer.max_skipped_updates
+        self._skipped = SkippedUpdates(ranks, state, limit, say, folder, critic=True)
         self._updates: list[Update] = []
         self._results: list[UpdateResult] = []
 
@@ -51,17 +64,30 @@ class Critic:
             self._ranks.call(RankBatches.estimate, number, self._recipe.algorithm, self._recipe.critic)
             self._ranks.send(number, [ADVANTAGES], policy)
 
-    def learn(self, number: int) -> None:
+    def learn(self, number: int, step: int, part: str) -> None:
         """Do one optimizer update of the critic toward the returns.
 
+        Args:
+            part: which update of the step it is, for the user.
+
         Raises:
-            RunError: too many updates in a row had a gradient that was not finite.
+            NotFinite: as SkippedUpdates.count.
         """
-        loss = partial(value_objective, value_clip=self._recipe.critic.value_clip)
-        num_tokens = self._updates[number].num_tokens
-        self._ranks.call(RankBatches.accumulate, number, loss, denominator=num_tokens, temperature=1.0)
+        update = self._updates[number]
+        work = Work(
+            number=number,
+            batch=update.batch,
+            owners=owners_of(update),
+            loss=partial(value_objective, value_clip=self._recipe.critic.value_clip),
+            denominator=update.num_tokens,
+            temperature=1.0,
+            output=CRITIC_VALUES,
+        )
+        self._ranks.call(
+            RankBatches.accumulate, number, work.loss, denominator=work.denominator, temperature=work.temperature
+        )
         result = self._ranks.call(RankBatches.step)
-        count_skipped(self._state, result, self._recipe.critic.trainer.max_skipped_updates, critic=True)
+        self._skipped.count(result, step, f"{part} of the critic", work)
         self._results.append(result)
 
     def finish(self) -> dict[str, float]:

@@ -1,6 +1,10 @@
 """From selected trajectories to optimizer updates: what the updates need of the old policy, training."""
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
 
 from slimrl.algorithms.mismatch import FAR, LogProbReport, entropy_mean, mismatch_metrics
 from slimrl.algorithms.objective import denominator, loss_function
@@ -18,11 +22,13 @@ from slimrl.data.packing import (
     micro_batches,
 )
 from slimrl.data.token_values import TRAINER_LOGPROBS
+from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.critic import Critic
+from slimrl.runtime.not_finite import SkippedUpdates, Work, owners_of
 from slimrl.runtime.packed_updates import Update, make_updates
-from slimrl.runtime.state import RunState, count_skipped
+from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step, policy_metrics, update_metrics
 
 
@@ -35,13 +41,18 @@ class Learner:
         trainers: TrainerGroup,
         state: RunState,
         critics: TrainerGroup | None = None,
+        *,
+        say: Callable[[str], None],
+        folder: RunFolder | None = None,
     ) -> None:
         """
         Args:
             critics: ranks of the critic, if the recipe has one.
+            say, folder: as of SkippedUpdates.
         """
         self._recipe, self._trainers, self._state = recipe, trainers, state
-        self._critic = None if critics is None else Critic(recipe, critics, state)
+        self._critic = None if critics is None else Critic(recipe, critics, state, say, folder)
+        self._skipped = SkippedUpdates(trainers, state, recipe.trainer.max_skipped_updates, say, folder)
         self._reports: dict[int, list[LogProbReport]] = {}
         """Reports by update, on the log-probs of the policy before the first one"""
 
@@ -91,23 +102,34 @@ class Learner:
 
         Raises:
             RunError: the mean difference between the trainer's and the engines' log-probs is above
-                `algorithm.max_logprob_mismatch`, or too many updates in a row had a gradient that was not finite.
+                `algorithm.max_logprob_mismatch`.
+            NotFinite: too many updates in a row had a loss or a gradient that is not finite, or the weights are not.
         """
         algorithm, results = self._recipe.algorithm, []
         warms_up = self._critic is not None and step.number <= self._recipe.critic.warmup_steps
         for number, update in enumerate(updates):
+            part = f"update {number + 1} of {len(updates)}"
             if self._critic is not None:
-                self._critic.learn(number)
+                self._critic.learn(number, step.number, part)
             if warms_up:
                 continue
             if needs_sums(algorithm, number) and is_split(update.batch):
                 self._trainers.call(RankBatches.set_remote, number, algorithm, self._temperature)
+            work = Work(
+                number=number,
+                batch=update.batch,
+                owners=owners_of(update),
+                loss=loss_function("policy", algorithm, self._state.entropy_coef(algorithm)),
+                denominator=self._denominator(update),
+                temperature=self._temperature,
+                whitens=algorithm.whiten,
+            )
             found = self._trainers.gather(
                 RankBatches.accumulate,
                 number,
-                loss_function("policy", algorithm, self._state.entropy_coef(algorithm)),
-                denominator=self._denominator(update),
-                temperature=self._temperature,
+                work.loss,
+                denominator=work.denominator,
+                temperature=work.temperature,
                 logprobs=number == 0 and 0 not in self._reports,
                 recorded=(recorded := step.tokens.numbers_in(update.segments)),
             )
@@ -116,8 +138,8 @@ class Learner:
             if number == 0:
                 self._reports.setdefault(0, found)
                 self._measure(step, updates, enforce_limit)
-            result = self._trainers.call(RankBatches.step)
-            count_skipped(self._state, result, self._recipe.trainer.max_skipped_updates)
+            result = self._trainers.call(RankBatches.step, skip=not self._is_finite(number, update))
+            self._skipped.count(result, step.number, part, work)
             results.append(result)
         if updates and warms_up:
             self._measure_unchanged(step, updates, enforce_limit)
@@ -128,8 +150,18 @@ class Learner:
         step.count_experts(results)
         if results:
             step.record({**update_metrics(results), **policy_metrics(results)})
-            self._state.adapt_entropy_coef(algorithm, step.metrics["policy/entropy"])
+            if math.isfinite(entropy := step.metrics["policy/entropy"]):
+                self._state.adapt_entropy_coef(algorithm, entropy)
         step.record({"train/skipped_steps": self._state.skipped_steps})
+
+    def _is_finite(self, number: int, update: Update) -> bool:
+        """Whether the log-probs of an update are, of the engines and, where they are known, of the trainer.
+
+        Its loss and gradient may be finite though they are not.
+        """
+        given = (batch.rollout_logprobs[batch.mask] for batch in micro_batches([update.batch]))
+        found = (report.logprobs_S for report in self._reports.get(number, ()))
+        return all(bool(np.isfinite(values).all()) for values in chain(given, found))
 
     def _record_tokens(self, step: Step, number: int, update: Update, recorded: Collection[int]) -> None:
         # Those of a later update are not the old policy's unless there was a pass for them.
@@ -155,10 +187,13 @@ class Learner:
             self.limit_mismatch(step, metrics)
 
     def limit_mismatch(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Raises RunError if the log-probs of trainer and engines, of the same weights, differ too much."""
+        """Raises RunError if the log-probs of trainer and engines, of the same weights, differ too much.
+
+        Those that are not finite are no difference: their update is skipped.
+        """
         algorithm = self._recipe.algorithm
         limit, found = algorithm.max_logprob_mismatch, metrics.get("mismatch/logprob_abs_mean")
-        if found is not None and not found <= limit:
+        if found is not None and found > limit:
             raise RunError(
                 f"step {step.number}: trainer and engines disagree by {found:.2e} per token on average; "
                 f"algorithm.max_logprob_mismatch is {limit:.2e}"

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from slimrl.algorithms.selection import select
 from slimrl.data.mixture import DataOrder
-from slimrl.data.trajectory import Segment, Trajectory
+from slimrl.data.trajectory import Trajectory
 from slimrl.rollout.group_filters import GroupFilters
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.run import Run
-from slimrl.runtime.sft import update
+from slimrl.runtime.sft import Example, update
 from slimrl.runtime.train_run import TrainRun
 
 
@@ -67,7 +67,7 @@ def train_on_file(run: Run, learner: Learner, trajectories: Sequence[Trajectory]
     run.finish()
 
 
-def train_on_conversations(run: Run, examples: DataOrder[Segment]) -> None:
+def train_on_conversations(run: Run, examples: DataOrder[Example]) -> None:
     """Supervised: one optimizer update a step."""
     while run.should_continue:
         with run.next_step() as step, step.timed("train"):

@@ -7,7 +7,7 @@ from slimrl.algorithms.selection import Selection, deal
 from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import PackedBatch, pack_for
 from slimrl.data.training import Layout
-from slimrl.data.trajectory import Segment
+from slimrl.data.trajectory import Segment, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,6 +18,8 @@ class Update:
     """Packed trajectories that the update's passes need"""
     segments: list[Segment]
     """Their segments, by the numbers of the batch's sequences"""
+    trajectories: list[Trajectory]
+    """The trajectory of each of these segments"""
     num_trajectories: int
     """Number of trajectories of the update, those without a pass included"""
     num_tokens: int
@@ -44,6 +46,7 @@ def make_updates(selection: Selection, recipe: Recipe, layout: Layout) -> list[U
             Update(
                 batch=batch,
                 segments=[segment for i in needed for segment in trajectories[i].segments],
+                trajectories=[trajectories[i] for i in needed for _ in trajectories[i].segments],
                 num_trajectories=len(chosen),
                 num_tokens=num_tokens,
             )

@@ -4,6 +4,7 @@ Each step takes the next conversations, packs them for the data-parallel ranks a
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +23,21 @@ from slimrl.data.prompts import read_conversations
 from slimrl.data.trajectory import Segment
 from slimrl.rollout.task.dialogue import load_chat_format
 from slimrl.runtime.cluster.rank_batches import RankBatches
+from slimrl.runtime.not_finite import Owner, SkippedUpdates, Work
 from slimrl.runtime.run import Run
-from slimrl.runtime.state import count_skipped
 from slimrl.runtime.step_metrics import Step, update_metrics
 
 
-def read_examples(loaded: LoadedRecipe) -> dict[str, list[Segment]]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Example:
+    """What an update learns from a conversation, or from a part of it."""
+
+    segment: Segment
+    source: str
+    """Place of the conversation, `file:line`"""
+
+
+def read_examples(loaded: LoadedRecipe) -> dict[str, list[Example]]:
     """The conversations of each training file as tokens with loss masks; several examples of one that the chat template
     rewrites as it goes on.
 
@@ -46,7 +56,7 @@ def read_examples(loaded: LoadedRecipe) -> dict[str, list[Segment]]:
     return examples
 
 
-def _read_file(path: Path, recipe: Recipe, chat: ChatFormat) -> list[Segment]:
+def _read_file(path: Path, recipe: Recipe, chat: ChatFormat) -> list[Example]:
     """Raises ValueError: see read_examples."""
     examples, problems = [], []
     for conversation in read_conversations(path, recipe.data.keys):
@@ -59,25 +69,37 @@ def _read_file(path: Path, recipe: Recipe, chat: ChatFormat) -> list[Segment]:
         longest = max(len(tokens) for tokens, _ in sequences)
         if longest > recipe.sft.max_tokens:
             problems.append(f"{conversation.source}: {longest} tokens, sft.max_tokens is {recipe.sft.max_tokens}")
-        examples += [Segment.not_sampled(tokens, mask) for tokens, mask in sequences]
+        segments = [Segment.not_sampled(tokens, mask) for tokens, mask in sequences]
+        examples += [Example(segment=segment, source=conversation.source) for segment in segments]
     if problems:
         raise BrokenRows(problems)
     return examples
 
 
-def update(step: Step, examples: Sequence[Segment], run: Run) -> None:
+def update(step: Step, examples: Sequence[Example], run: Run) -> None:
     """Do one optimizer update on these conversations.
 
     Raises:
-        RunError: too many updates in a row had a gradient that was not finite.
+        NotFinite: as SkippedUpdates.count.
     """
     recipe, trainers, state = run.recipe, run.trainers, run.state
-    batch = pack_for(recipe.trainer, trainers.layout, [examples], np.zeros(1, np.float32))
+    segments = [example.segment for example in examples]
+    batch = pack_for(recipe.trainer, trainers.layout, [segments], np.zeros(1, np.float32))
     num_targets = sum(int(m.mask.sum()) for part in batch for m in part)
+    work = Work(
+        number=0,
+        batch=batch,
+        owners=[Owner(name=example.source, item=example.source) for example in examples],
+        loss=cross_entropy,
+        denominator=num_targets,
+        temperature=1.0,
+        noun="conversations",
+    )
     trainers.put_batches([batch])
-    trainers.call(RankBatches.accumulate, 0, cross_entropy, denominator=num_targets, temperature=1.0)
+    trainers.call(RankBatches.accumulate, 0, work.loss, denominator=work.denominator, temperature=work.temperature)
     result = trainers.call(RankBatches.step)
-    count_skipped(state, result, recipe.trainer.max_skipped_updates)
+    skipped = SkippedUpdates(trainers, state, recipe.trainer.max_skipped_updates, run.progress.say)
+    skipped.count(result, step.number, "the update", work)
     step.count_experts([result])
     step.record(
         {

@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from slimrl.base.errors import RunError, StageError, TrainerLost
+from slimrl.base.errors import NotFinite, RunError, StageError, TrainerLost
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.algorithm import AlgorithmConfig
 from slimrl.data.training import UpdateResult
@@ -51,9 +51,12 @@ class RunState:
     """Older versions to draw opponents from, by their steps in ascending order, and of each the decayed number of games
     against it and of those that the policy won, a draw counting half."""
     skipped_steps: int = 0
-    """Optimizer updates skipped so far because their gradient was not finite."""
+    """Optimizer updates skipped so far because their loss or gradient was not finite."""
     skipped_in_a_row: int = 0
     critic_skipped_in_a_row: int = 0
+    suspects: list[str] = field(default_factory=list)
+    """Prompts of the trajectories that were at fault in the updates skipped in a row; of supervised training the places
+    of the conversations"""
     entropy_weight: float | None = None
     """Weight of the entropy bonus, where `algorithm.entropy_target` adapts it; None before the first step."""
     crossed: dict[str, list[float]] = field(default_factory=dict)
@@ -78,19 +81,21 @@ def count_skipped(state: RunState, result: UpdateResult, limit: int, *, critic: 
     """Count skipped updates, those in a row of the policy and of its critic apart.
 
     Raises:
-        RunError: `limit` updates in a row were skipped.
+        NotFinite: `limit` updates in a row were skipped.
     """
     counter = "critic_skipped_in_a_row" if critic else "skipped_in_a_row"
     if not result.skipped:
         setattr(state, counter, 0)
+        if not state.skipped_in_a_row and not state.critic_skipped_in_a_row:
+            state.suspects = []
         return
     in_a_row = getattr(state, counter) + 1
     setattr(state, counter, in_a_row)
     state.skipped_steps += 1
     if in_a_row >= limit:
         whose, setting = ("of the critic ", "critic.trainer") if critic else ("", "trainer")
-        raise RunError(
-            f"{in_a_row} optimizer updates {whose}in a row had a gradient norm of {result.grad_norm}; "
+        raise NotFinite(
+            f"{in_a_row} optimizer updates {whose}in a row had a loss or a gradient that is not finite; "
             f"{setting}.max_skipped_updates stops the run here"
         )
 

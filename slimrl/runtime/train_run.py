@@ -1,6 +1,6 @@
 """A run of `slimrl train`: it adds engines, rollouts, evaluations and the resync."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -60,6 +60,8 @@ class TrainRun(Run):
     """Engines of older versions, if any play"""
     checkpoint: Path | None = None
     """Checkpoint that the run continues from"""
+    left_out: Collection[str] = ()
+    """Ids of prompts that the run leaves out"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,13 +69,21 @@ class TrainRun(Run):
         self._ledger = GroupLedger(self.folder.groups)
         self._service = RolloutService(
             self.recipe,
-            PromptSource(self.recipe, self.data, prompts, self.state.prompt_results),
+            PromptSource(
+                self.recipe,
+                self.data,
+                [prompt for prompt in prompts if prompt.prompt_id not in self.left_out],
+                self.state.prompt_results,
+            ),
             prompts,
             self.stage,
             GroupFilters(self.recipe.reward.group_filters, self.task.group_filters),
             self._ledger,
+            self.left_out,
         )
-        self.learner = Learner(self.recipe, self.trainers, self.state, self.critics)
+        self.learner = Learner(
+            self.recipe, self.trainers, self.state, self.critics, say=self.progress.say, folder=self.folder
+        )
         self._score_check = ScoreCheck(self.recipe, self.stage, self.trainers)
         self._reward_watch = RewardWatch(self.recipe.reward, self.task.rewards.parts, self.state, self.progress)
         self._recording = Recording(self.recipe.tracking, self.folder, self.task, self.state.step, self.progress.say)

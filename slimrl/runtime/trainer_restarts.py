@@ -1,4 +1,5 @@
-"""Trainers that die: their ranks are started anew in place, and the run goes on from its newest checkpoint.
+"""Trainers that die: their ranks are started anew in place, and the run goes on from its newest checkpoint. Likewise
+where losses or weights that are not finite would end the run, if it may go back (`stop.rewind_not_finite`).
 
 Engines, gateway, sandboxes, environments and episode workers stay as they are. What the run knows is read again from
 the checkpoint, as `--resume` does, so that it goes on exactly as a resumed run would.
@@ -9,9 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slimrl.base.errors import StageError, TrainerLost
+from slimrl.base.errors import NotFinite, RunError, StageError, TrainerLost
 from slimrl.config.schema.run import RunConfig
 from slimrl.observability.progress import Progress
+from slimrl.runtime.left_out import LeftOut
 from slimrl.runtime.run import Run
 from slimrl.runtime.state import RunState
 
@@ -27,14 +29,19 @@ class TrainerRestarts:
         newest: Callable[[], tuple[Path | None, RunState]],
         progress: Progress,
         now: Callable[[], float] = time.monotonic,
+        *,
+        left_out: LeftOut | None = None,
     ) -> None:
         """
         Args:
             newest: goes back to the newest checkpoint; returns it and its state, or None and a new state.
+            left_out: gets what is left out where the run goes back for numbers that are not finite; None if these end
+                it.
             now: a clock, in seconds.
         """
         self._limits, self._newest, self._progress, self._now = limits, newest, progress, now
         self._times: list[float] = []
+        self._left_out = left_out
 
     def go_on(
         self,
@@ -52,6 +59,7 @@ class TrainerRestarts:
 
         Raises:
             StageError: see `_restart`.
+            RunError: see `_go_back`.
         """
         while True:
             run, loop = begin(checkpoint, state)
@@ -60,12 +68,40 @@ class TrainerRestarts:
                 return state
             except TrainerLost as lost:
                 checkpoint, state = self._restart(run, lost)
+            except NotFinite as fault:
+                run.complete_checkpoint()
+                checkpoint, state = self._go_back(run, state, fault)
             except Exception:
                 run.complete_checkpoint()
                 raise
 
-    def _restart(self, run: Run, lost: TrainerLost) -> tuple[Path | None, RunState]:
+    def _go_back(self, run: Run, state: RunState, fault: NotFinite) -> tuple[Path | None, RunState]:
+        """As `_restart`, without what was at fault.
+
+        Raises:
+            RunError: the run may not go back, or has done so before.
+        """
+        if self._left_out is None:
+            raise fault
+        if self._left_out.has_gone_back:
+            raise RunError(f"{fault}. The run had gone back before, which stop.rewind_not_finite does once") from fault
+        items = state.suspects
+        self._left_out.go_back(items)
+        self._progress.say(
+            f"warning: {fault}; the run goes back to its newest checkpoint and leaves out "
+            + (f"{len(items)} from now on: {', '.join(items)}" if items else "nothing")
+        )
+        checkpoint, state = self._restart(run)
+        # They may have been under way at the checkpoint.
+        state.skipped_in_a_row = state.critic_skipped_in_a_row = 0
+        state.suspects = []
+        return checkpoint, state
+
+    def _restart(self, run: Run, lost: TrainerLost | None = None) -> tuple[Path | None, RunState]:
         """Start the ranks of a run anew; where they are lost again meanwhile, once more.
+
+        Args:
+            lost: why, if the run lost them.
 
         Returns:
             The checkpoint that they have loaded and its state, from which the run goes on.
@@ -75,8 +111,9 @@ class TrainerRestarts:
         """
         began = self._now()
         while True:
-            self._count(lost)
-            self._progress.say(f"warning: {lost}; the trainer is started anew")
+            if lost is not None:
+                self._count(lost)
+                self._progress.say(f"warning: {lost}; the trainer is started anew")
             run.end_trainers()
             checkpoint, state = self._newest()
             try:

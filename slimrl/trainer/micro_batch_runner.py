@@ -32,6 +32,7 @@ from slimrl.trainer.output_rows import only_rows, spread
 from slimrl.trainer.routers import RouterStats, RoutingRecord
 from slimrl.trainer.routing_replay import RoutingReplay
 from slimrl.trainer.vocab_parallel import vocab_parallel_logprobs
+from slimrl.trainer.weights import names_not_finite
 
 
 class MicroBatchRunner:
@@ -136,6 +137,32 @@ class MicroBatchRunner:
             return None
         return self._whole(outputs, routes)
 
+    def compute_losses(
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, temperature: float
+    ) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """(log-probs, losses) of the targets, float32 [T] each, without gradient and without dropout; every rank calls
+        it. Losses are not divided by anything; those of targets that do not count are 0.
+
+        Returns:
+            As `compute_logprobs`.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+
+        def collect(logprobs_T: Tensor, entropy_T: Tensor, batch: LocalBatch) -> tuple[LocalBatch, Tensor, Tensor]:
+            return batch, logprobs_T, loss_function(logprobs_T, entropy_T, batch).losses_T
+
+        with torch.no_grad():
+            outputs = self._run(micro_batches, temperature, collect, forward_only=True)
+        if not self.layout.is_last_stage:
+            return None
+        whole = [[gather_context(values_T, batch) for values_T in values] for batch, *values in outputs]
+        return [(logprobs_T.float().cpu().numpy(), losses_T.float().cpu().numpy()) for logprobs_T, losses_T in whole]
+
+    def weights_not_finite(self) -> list[str]:
+        """Names in the whole model of this rank's weights that are not finite."""
+        return names_not_finite(self.chunks)
+
     def accumulate(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -188,12 +215,40 @@ class MicroBatchRunner:
         self.accumulate(micro_batches, loss_function, denominator=denominator, temperature=temperature)
         return self.step()
 
-    def step(self) -> UpdateResult:
-        """Do one optimizer step with the gradients of `accumulate`; every rank calls it."""
+    def has_finite_gradient(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        *,
+        denominator: float,
+        temperature: float,
+    ) -> bool:
+        """Whether an update with these micro-batches would be made; changes nothing. Every rank calls it.
+
+        Args:
+            denominator, temperature: as in `accumulate`.
+        """
+        # A pass may move the biases of routers.
+        kept = [(buffer, buffer.clone()) for chunk in self.chunks for buffer in unwrap(chunk).buffers()]
+        self.accumulate(micro_batches, loss_function, denominator=denominator, temperature=temperature)
+        self.accumulated = None
+        finite = math.isfinite(self.optimizer.gradient_norm())
+        for buffer, value in kept:
+            buffer.copy_(value)
+        return finite
+
+    def step(self, *, skip: bool = False) -> UpdateResult:
+        """Do one optimizer step with the gradients of `accumulate`, unless these or the loss are not finite; every rank
+        calls it.
+
+        Args:
+            skip: leave the weights as they are anyway.
+        """
         assert self.accumulated is not None, "accumulate comes first"
         (sums, denominator, num_tokens), self.accumulated = self.accumulated, None
         with SPANS("optimizer"):
-            grad_norm = self.optimizer.step()
+            finite = math.isfinite(sums["loss"]) and math.isfinite(sums.get("mtp_loss", 0.0))
+            grad_norm = self.optimizer.step(finite=finite and not skip)
         if self.overlaps_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

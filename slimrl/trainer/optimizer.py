@@ -47,20 +47,20 @@ class Optimizer:
         """Learning rate of the last update; before the first update that of update 0."""
         return float(self.megatron.param_groups[0]["lr"])
 
-    def step(self) -> float:
+    def step(self, *, finite: bool = True) -> float:
         """Do one update with the current gradients; returns their global L2 norm before clipping.
 
         The gradients of layers for multi-token prediction have a norm of their own, by which they are clipped.
 
         If it is NaN or infinite, the update was skipped: parameters, optimizer state and schedule are unchanged. The
         schedule advances before the update, so the first update of a warm-up has a rate above 0.
+
+        Args:
+            finite: False to skip the update whatever the gradients; on one rank is enough.
         """
-        overflow = self.megatron.prepare_grads()
-        grad_norm = float(self.megatron.get_grad_norm())
-        self.mtp_grad_norm = self._mtp_grad_norm()
-        finite = math.isfinite(grad_norm) and math.isfinite(self.mtp_grad_norm)
-        if not _finite_everywhere(finite and not overflow):
-            return math.inf if math.isfinite(grad_norm) else grad_norm
+        grad_norm = self.gradient_norm(finite=finite)
+        if not math.isfinite(grad_norm):
+            return grad_norm
         self.scheduler.step(1)
         if self.clip_grad > 0:
             for part in self._parts():
@@ -70,6 +70,19 @@ class Optimizer:
                     if parameters:
                         clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm, decoupled)
         self.megatron.step_with_ready_grads()
+        return grad_norm
+
+    def gradient_norm(self, *, finite: bool = True) -> float:
+        """The global L2 norm of the current gradients before clipping, ready for the update.
+
+        NaN or infinite on every rank if a gradient is on any, or if one says that it is not `finite`.
+        """
+        overflow = self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        self.mtp_grad_norm = self._mtp_grad_norm()
+        finite = finite and math.isfinite(grad_norm) and math.isfinite(self.mtp_grad_norm)
+        if not _finite_everywhere(finite and not overflow):
+            return math.inf if math.isfinite(grad_norm) else grad_norm
         return grad_norm
 
     def create_state(self) -> None:

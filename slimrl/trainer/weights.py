@@ -72,12 +72,21 @@ def local_adapters(chunks: Sequence[nn.Module], adapters: WeightMap) -> list[tup
     return [(index, tensor) for index, tensor in held if index is not None]
 
 
-def _global_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers with the names that they have in the whole model, but for a critic's head."""
+def names_not_finite(chunks: Sequence[nn.Module]) -> list[str]:
+    """Names in the whole model of the weights on this rank that have a value which is not finite."""
+    return [name for name, tensor in _global_tensors(chunks, heads=True) if not bool(tensor.isfinite().all())]
+
+
+def _global_tensors(chunks: Sequence[nn.Module], *, heads: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers with the names that they have in the whole model.
+
+    Args:
+        heads: with that of a critic.
+    """
     for chunk in map(unwrap, chunks):
         layers = {name: m.layer_number - 1 for name, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            if not is_value_head(chunk, name):
+            if heads or not is_value_head(chunk, name):
                 yield _global_name(name, layers, chunk.config.num_moe_experts), tensor
 
 

@@ -103,3 +103,6 @@ class StopConfig:
     """Largest `policy/grad_norm`."""
     effective_sample_size_min: PositiveFloat | None = None
     """Smallest `policy/effective_sample_size`."""
+    rewind_not_finite: Flag = False
+    """Where a loss, a gradient or weights that are not finite would end the run, it goes back to its newest checkpoint
+    instead, once, and leaves out the prompts of the trajectories at fault from then on."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from slimrl.algorithms.cross_batch_sums import remote_sums, set_remote
 from slimrl.algorithms.mismatch import LogProbReport, report_logprobs
+from slimrl.algorithms.not_finite import LOGPROBS, LOSS, Fault, faults_of
 from slimrl.algorithms.objective import LossFunction
 from slimrl.algorithms.routing import engine_experts
 from slimrl.algorithms.token_advantages import charges_kl, kl_returns, kl_rewards, whitening_deviation
@@ -30,7 +31,7 @@ from slimrl.data.packing import (
     VALUES,
     MicroBatch,
 )
-from slimrl.data.pieces import Piece, cut, join, pieces_of, scattered
+from slimrl.data.pieces import Piece, cut, join, pieces_of, sampled_places, scattered
 from slimrl.data.training import LogProbs, UpdateResult
 from slimrl.runtime.cluster.exchange import by_trajectory, over_data, sum_over_data
 
@@ -214,9 +215,48 @@ class RankBatches:
         pieces = [piece for place, values in found.items() for piece in pieces_of(batches[place], values)]
         return [piece for piece in pieces if piece.sequence in sequences]
 
-    def step(self) -> UpdateResult:
+    def step(self, skip: bool = False) -> UpdateResult:
         """Do one optimizer step; see MicroBatchRunner.step."""
-        return self.runner.step()
+        return self.runner.step(skip=skip)
+
+    def faults(
+        self, update: int, loss_function: LossFunction, temperature: float, *, output: str = LOGPROBS
+    ) -> list[Fault] | None:
+        """Sequences of an update with numbers that are not finite, up to the loss, under the current weights; on the
+        output rank of each data-parallel rank, None on others.
+
+        Args:
+            output: what the model's results are called.
+        """
+        batches = self.updates[update]
+        found = self.runner.compute_losses(batches, loss_function, temperature)
+        if found is None or not self.runner.layout.is_output_rank:
+            return None
+        values = [{output: output_T, LOSS: losses_T} for output_T, losses_T in found]
+        return [fault for batch, own in zip(batches, values, strict=True) for fault in faults_of(batch, own)]
+
+    def has_finite_gradient(
+        self,
+        update: int,
+        loss_function: LossFunction,
+        denominator: float,
+        temperature: float,
+        *,
+        sequences: Collection[int],
+        places: Sequence[int],
+    ) -> bool:
+        """Whether the gradient of these sequences alone is finite; the same on every rank.
+
+        Args:
+            loss_function, denominator, temperature: as in `accumulate`.
+            places: of the micro-batches that are passed, among those of each data-parallel rank.
+        """
+        batches = [_only(self.updates[update][place], sequences) for place in places]
+        return self.runner.has_finite_gradient(batches, loss_function, denominator=denominator, temperature=temperature)
+
+    def weights_not_finite(self) -> list[str]:
+        """Names of this rank's weights that are not finite."""
+        return self.runner.weights_not_finite()
 
     def _reports(self, batches: Sequence[MicroBatch], found: Sequence[LogProbs]) -> list[LogProbReport] | None:
         if not self.runner.layout.is_output_rank:
@@ -248,6 +288,15 @@ class RankBatches:
         for batch in batches:
             values_T = batch.added[ADVANTAGES]
             batch.added[ADVANTAGES] = np.where(batch.mask, (values_T - mean) / deviation, 0).astype(np.float32)
+
+
+def _only(batch: MicroBatch, sequences: Collection[int]) -> MicroBatch:
+    """A micro-batch in which these sequences' targets alone count."""
+    mask = np.zeros_like(batch.mask)
+    for sequence, places in zip(batch.sequences.tolist(), sampled_places(batch), strict=True):
+        if sequence in sequences:
+            mask[places] = True
+    return replace(batch, mask=mask)
 
 
 def _unreplayed(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
