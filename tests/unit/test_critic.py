@@ -51,9 +51,9 @@ class Ranks(AnsweringTrainers):
     def send(self, update, names, receivers):
         receivers._note(f"gets {self.role}'s {', '.join(names)} of {update} for {update}")
 
-    def step(self):
+    def step(self, *, skip=False):
         self._note("step")
-        return super().step()
+        return super().step(skip=skip)
 
 
 class CriticRanks(Ranks):
@@ -82,7 +82,12 @@ class CriticRanks(Ranks):
         self.made.append((loss.func, loss.keywords, denominator, temperature))
         self.update, self.denominator = update, denominator
 
-    def step(self):
+    def has_finite_gradient(self, update, loss, denominator, temperature, *, sequences, places):
+        assert (loss.func, denominator, temperature) == (value_objective, self.denominator, 1.0)
+        return not self.overflowing & set(sequences)
+
+    def step(self, *, skip=False):
+        assert not skip
         update, denominator = self.update, self.denominator
         skipped = self.skips.pop(0) if self.skips else False
         tokens = 10.0 * (1 + update)
@@ -117,7 +122,8 @@ class Run:
         self.policy = Ranks("policy", self.calls, skips=policy_skips, **policy)
         self.critic = CriticRanks(self.calls, skips=critic_skips)
         self.settings, self.state = settings, RunState()
-        self.learner = Learner(settings, self.policy, self.state, self.critic)
+        self.said: list[str] = []
+        self.learner = Learner(settings, self.policy, self.state, self.critic, say=self.said.append)
 
     def step(self, trajectories=None, number: int = STEP, **options) -> Step:
         step = Step(number)
@@ -270,8 +276,8 @@ def test_a_critic_whose_updates_are_skipped_too_often_stops_the_run_by_its_own_c
     with pytest.raises(RunError) as caught:
         run.step()
     assert str(caught.value) == (
-        "3 optimizer updates of the critic in a row had a gradient norm of nan; critic.trainer.max_skipped_updates "
-        "stops the run here"
+        "3 optimizer updates of the critic in a row had a loss or a gradient that is not finite; "
+        "critic.trainer.max_skipped_updates stops the run here"
     )
     # The policy's update of that step was not made.
     assert run.policy.num_steps == 2

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from slimrl.algorithms.not_finite import LOSS, Fault
 from slimrl.algorithms.objective import cross_entropy
 from slimrl.base.errors import RunError
 from slimrl.config.schema.recipe import Recipe
@@ -19,7 +20,7 @@ from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.runtime.loop import train_on_conversations
 from slimrl.runtime.run import Run
-from slimrl.runtime.sft import update
+from slimrl.runtime.sft import Example, update
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
 
@@ -35,12 +36,26 @@ class Trainers:
         self.budgets: list[int] = []
         self.saved: list[str] = []
         self.skips = False
+        self.bad: list[int] = []
+        """Sequences whose losses are not finite"""
 
     def put_batches(self, updates):
         self.held = updates
 
     def call(self, method, *given, **options):
         return getattr(self, method.__name__)(*given, **options)
+
+    gather = call
+
+    def faults(self, update, loss, temperature, *, output):
+        assert (update, loss, temperature) == (0, cross_entropy, 1.0)
+        return [Fault(sequence, LOSS) for sequence in self.bad]
+
+    def has_finite_gradient(self, update, loss, denominator, temperature, *, sequences, places):
+        return True
+
+    def weights_not_finite(self):
+        return []
 
     def accumulate(self, update, loss, *, denominator, temperature):
         assert (loss, temperature) == (cross_entropy, 1.0)
@@ -49,7 +64,7 @@ class Trainers:
         self.budgets += [len(batch.tokens) for part in parts for batch in part]
         self.num_targets = sum(int(batch.mask.sum()) for part in parts for batch in part)
 
-    def step(self):
+    def step(self, *, skip=False):
         num_targets, denominator = self.num_targets, self.denominators[-1]
         return UpdateResult(
             sums={"loss": 0.5 * num_targets}, denominator=denominator,
@@ -75,21 +90,22 @@ class Trainers:
         directory.mkdir(parents=True)
 
 
-def conversation(length: int, learned: int) -> Segment:
-    return Segment.not_sampled(np.arange(length), np.arange(length) >= length - learned)
+def conversation(length: int, learned: int) -> Example:
+    segment = Segment.not_sampled(np.arange(length), np.arange(length) >= length - learned)
+    return Example(segment=segment, source=f"chats.jsonl:{length}")
 
 
 class Asked:
     """Asked to make room once `after` steps are made."""
 
     def __init__(self, after: int = 99) -> None:
-        self.after, self.shown = after, []
+        self.after, self.shown, self.said = after, [], []
 
     def summary(self, step, metrics):
         self.shown.append(step)
 
     def say(self, text):
-        pass
+        self.said.append(text)
 
     def part(self, name):
         return nullcontext()
@@ -219,7 +235,7 @@ def skipping(make):
 def test_a_context_parallel_group_holds_the_tokens_of_all_its_ranks(tmp_path):
     recipe, trainers = Recipe(steps=1), Trainers()
     recipe.trainer.max_tokens_per_rank, recipe.trainer.parallel.context = 8, 2
-    run = SimpleNamespace(recipe=recipe, trainers=trainers, state=RunState())
+    run = SimpleNamespace(recipe=recipe, trainers=trainers, state=RunState(), progress=Asked())
     update(Step(1), [conversation(9, 8)] * 2, run)
     assert trainers.budgets == [16]
     recipe.trainer.parallel.context = 1
@@ -231,6 +247,7 @@ def test_micro_batches_come_in_the_groups_that_the_schedule_takes():
     recipe, trainers = Recipe(steps=1), Trainers()
     recipe.trainer.max_tokens_per_rank = 8
     trainers.layout = SimpleNamespace(alignment=4, data=1, micro_batch_multiple=2)
-    update(Step(1), [conversation(9, 8)], SimpleNamespace(recipe=recipe, trainers=trainers, state=RunState()))
+    run = SimpleNamespace(recipe=recipe, trainers=trainers, state=RunState(), progress=Asked())
+    update(Step(1), [conversation(9, 8)], run)
     assert len(trainers.budgets) == 2
     assert trainers.denominators == [8]
