@@ -26,6 +26,12 @@ def low_tokens(trajectory: Trajectory, prompt: Prompt) -> float:
     return low_tokens_of_any_version(trajectory, prompt)
 
 
+def beyond_32_bits(trajectory: Trajectory, prompt: Prompt) -> float:
+    """As `low_tokens_of_any_version`, but for prompts that are planted: their advantages are beyond 32 bits."""
+    scale = 1e41 if prompt.metadata.get("planted") else 1.0
+    return scale * low_tokens_of_any_version(trajectory, prompt)
+
+
 def rare_score(trajectory: Trajectory, prompt: Prompt) -> Score:
     """1 if most sampled tokens have an even id, so that some groups of a random model are equal; each turn a half."""
     tokens = np.concatenate([segment.tokens[segment.loss_mask] for segment in trajectory.segments])
