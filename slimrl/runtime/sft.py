@@ -99,7 +99,7 @@ def update(step: Step, examples: Sequence[Example], run: Run) -> None:
     trainers.call(RankBatches.accumulate, 0, work.loss, denominator=work.denominator, temperature=work.temperature)
     result = trainers.call(RankBatches.step)
     skipped = SkippedUpdates(trainers, state, recipe.trainer.max_skipped_updates, run.progress.say)
-    skipped.count(result, step.number, "the update", work)
+    skipped.count(result, step.number, "update", work)
     step.count_experts([result])
     step.record(
         {

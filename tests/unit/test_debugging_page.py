@@ -42,6 +42,7 @@ def test_the_files_of_a_run_s_folder_have_these_names():
     engine = actor_log(0, 0).removesuffix("_actor.log")
     files = [
         *(run.metrics, run.groups, run.config, run.resumed_config, run.provenance, run.failed_file),
+        *(run.not_finite_file(12, 1), run.left_out),
         *(run.sample_file(1), run.curve, run.profile / "trace.json"),
         *(run.log_file(name) for name in ("driver", "trainer_0", "critic_0", "episodes_0")),
         *(run.log_file(name) for name in (engine, f"{engine}_start_1", f"{engine}_actor")),

@@ -214,3 +214,17 @@ def test_supervised_training_reads_several_files(model, tmp_path):
     write(tmp_path / "b.jsonl", said("three"), said("x " * 400))
     with pytest.raises(RecipeError, match=r"data\.more\.b: .*b\.jsonl:2: \d+ tokens, sft\.max_tokens is 320"):
         read_examples(loaded(model, *settings, command="sft"))
+
+
+def test_what_is_left_out_of_a_file_takes_no_turn_from_it():
+    files = {"a": [f"a{n}" for n in range(8)], "b": [f"b{n}" for n in range(4)]}
+    whole, without = (Mixture(files, {"a": 2, "b": 1}, seed=3, shuffle=True) for _ in range(2))
+    without.leave_out(lambda item: item in ("a5", "b2"))
+    before, after = whole.take(60), without.take(30)
+    assert [item[0] for item in after] == [item[0] for item in before[:30]]
+    for name in files:
+        order = [item for item in before if item[0] == name and item not in ("a5", "b2")]
+        taken = [item for item in after if item[0] == name]
+        assert taken == order[: len(taken)]
+    with pytest.raises(ValueError, match="b: all 4 items are left out"):
+        without.leave_out(lambda item: item[0] == "b")

@@ -164,6 +164,20 @@ def test_a_position_is_the_epoch_and_the_items_of_it_that_were_taken():
         Sampler([], seed=1, shuffle=False)
 
 
+def test_items_that_are_left_out_are_skipped_in_every_epoch_and_the_order_of_the_others_stays():
+    whole, without = Sampler(range(10), seed=1, shuffle=True), Sampler(range(10), seed=1, shuffle=True)
+    without.leave_out(lambda item: item in (2, 7))
+    taken = without.take(13)
+    assert taken == [item for item in whole.take(30) if item not in (2, 7)][:13]
+    resumed = Sampler(range(10), seed=1, shuffle=True)
+    resumed.restore(without.state())
+    # Nothing is left out there, but what was skipped is behind it.
+    rest = without.take(20)
+    assert [item for item in resumed.take(40) if item not in (2, 7)][:20] == rest
+    with pytest.raises(ValueError, match="all 10 items are left out"):
+        without.leave_out(lambda item: True)
+
+
 def test_a_position_in_another_file_is_refused():
     with pytest.raises(ValueError, match="data with 10 items, but there are 11 now"):
         Sampler(range(11), seed=1, shuffle=True).restore(Sampler(range(10), seed=1, shuffle=True).state())

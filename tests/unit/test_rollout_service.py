@@ -140,6 +140,7 @@ class Running:
         step: int = 0,
         saved: Path | None = None,
         keeps: Callable[[list[Trajectory]], bool] = lambda group: True,
+        left_out: tuple[str, ...] = (),
     ) -> None:
         self.stage, self.recipe, self.step, stage.version = stage, recipe, step, step
         self.preemption = Preemption(0.0)
@@ -147,9 +148,10 @@ class Running:
         ledger = GroupLedger(self.ledger)
         ledger.keep(step)
         self.data = Sampler(PROMPTS, seed=0, shuffle=False)
+        self.data.leave_out(lambda prompt: prompt.prompt_id in left_out)
         self.tried: dict[str, list[float]] = {}
         source = PromptSource(recipe, self.data, PROMPTS, self.tried)
-        self.service = RolloutService(recipe, source, PROMPTS, stage, keeps, ledger)  # type: ignore[arg-type]
+        self.service = RolloutService(recipe, source, PROMPTS, stage, keeps, ledger, left_out)  # type: ignore[arg-type]
         self.service.start(step, step, saved)
 
     def take(self) -> list[Trajectory]:
@@ -443,6 +445,34 @@ def test_a_resumed_run_trains_on_every_group_once_and_runs_no_ended_trajectory_a
     again = resumed.stage.begun & run.stage.begun
     assert again
     assert all(trajectory_id.endswith("1") and int(trajectory_id[6:14]) >= 4 for trajectory_id in again)
+
+
+def test_saved_groups_of_prompts_that_are_left_out_since_are_dropped_and_the_order_stays(tmp_path):
+    def slow(trajectory_id: str) -> float:
+        return 30.0 if int(trajectory_id[6:14]) >= 4 else 0.001
+
+    run = Running(tmp_path, Stage(slow), recipe_of(max_staleness=2))
+    run.take()
+    run.update()
+    run.stage.run(asyncio.sleep(0.1))
+    run.service.save(tmp_path / "rollout")
+    # One that waits, one that runs, one that comes later.
+    left_out = ("p:3", "p:5", "p:12")
+    resumed = Running(
+        tmp_path, Stage(), recipe_of(max_staleness=2), step=1, saved=tmp_path / "rollout", left_out=left_out
+    )
+    assert {"waiting": 0, "dropped": 2}.items() <= resumed.service.admission.counts.items()
+    for _ in range(STEPS - 1):
+        resumed.take()
+        resumed.update()
+    counts = resumed.service.admission.counts
+    assert (counts["taken"], counts["dropped"], counts["running"] + counts["waiting"]) == (STEPS * BATCH, 2, 0)
+    ends = {line["group"]: (line["prompt_id"], line["end"]) for line in resumed.lines()}
+    assert ends.pop(3) == ("p:3", "dropped")
+    assert ends.pop(5) == ("p:5", "dropped")
+    assert {end for _, end in ends.values()} == {"taken"}
+    order = [f"p:{n}" for n in range(STEPS * BATCH + 3) if f"p:{n}" not in left_out]
+    assert [prompt_id for _, (prompt_id, _) in sorted(ends.items())] == order
 
 
 def test_what_is_saved_is_of_one_moment_though_groups_go_on_while_it_is_written(tmp_path):

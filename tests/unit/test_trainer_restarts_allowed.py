@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.base.errors import StageError, TrainerLost
+from slimrl.base.errors import NotFinite, RunError, StageError, TrainerLost
 from slimrl.config.schema.run import RunConfig
+from slimrl.runtime.left_out import LeftOut
 from slimrl.runtime.state import RunState
 from slimrl.runtime.trainer_restarts import TrainerRestarts
 
@@ -15,7 +16,12 @@ from slimrl.runtime.trainer_restarts import TrainerRestarts
 class Trial:
     """A run whose loop ends at each of `losses` (seconds on the clock), and whose starts may fail."""
 
-    def __init__(self, losses: list[float], failing_starts: int = 0, **limits: float) -> None:
+    def __init__(self, losses: list[float], failing_starts: int = 0, left_out=None, faults=(), **limits: float) -> None:
+        """
+        Args:
+            faults: what is at fault each time that the loop ends for numbers that are not finite, before `losses`.
+        """
+        self.faults, self.completed = list(faults), 0
         self.losses, self.failing_starts = list(losses), failing_starts
         self.now, self.begun, self.ended, self.said = 0.0, [], 0, []
         self.checkpoint, self.state = Path("step_000003"), RunState(step=3)
@@ -24,6 +30,7 @@ class Trial:
             lambda: (self.checkpoint, self.state),
             SimpleNamespace(say=self.said.append, stage=self.stage),
             lambda: self.now,
+            left_out=left_out,
         )
 
     @contextmanager
@@ -32,9 +39,17 @@ class Trial:
 
     def begin(self, checkpoint, state):
         self.begun.append((checkpoint, state.step))
+        self.present = state
         return self, self.loop
 
+    def complete_checkpoint(self) -> None:
+        self.completed += 1
+
     def loop(self) -> None:
+        if self.faults:
+            self.present.suspects, self.present.skipped_in_a_row = self.faults.pop(0), 2
+            self.present.critic_skipped_in_a_row = 1
+            raise NotFinite("2 optimizer updates in a row")
         if self.losses:
             self.now = self.losses.pop(0)
             raise TrainerLost("trainer 1: its process died")
@@ -78,3 +93,49 @@ def test_a_start_that_is_lost_again_is_a_restart_too():
 def test_without_restarts_the_cause_is_raised_as_it_is():
     with pytest.raises(TrainerLost, match=r"^trainer 1: its process died$"):
         Trial([10.0], max_restarts=0).go()
+
+
+def test_a_run_that_may_goes_back_once_for_what_is_not_finite_and_leaves_it_out(tmp_path):
+    file = tmp_path / "left_out.json"
+    left_out = LeftOut(file)
+    trial = Trial([10.0], faults=[["p:7", "p:1"]], left_out=left_out, max_restarts=1)
+    # The checkpoint is of the row of skipped updates itself.
+    trial.state.skipped_in_a_row = 1
+    assert trial.go() is trial.state
+    # It is no restart of a trainer that died, of which one is allowed.
+    assert trial.begun == [(None, 0), (trial.checkpoint, 3), (trial.checkpoint, 3)]
+    assert (trial.ended, trial.completed) == (2, 1)
+    assert trial.said[0] == (
+        "warning: 2 optimizer updates in a row; the run goes back to its newest checkpoint and leaves out 2 from now "
+        "on: p:7, p:1"
+    )
+    assert left_out.items == LeftOut(file).items == {"p:1", "p:7"}
+    assert (trial.state.skipped_in_a_row, trial.state.critic_skipped_in_a_row, trial.state.suspects) == (0, 0, [])
+
+
+def test_a_run_ends_the_second_time_also_where_it_was_resumed_in_between(tmp_path):
+    file = tmp_path / "left_out.json"
+    trial = Trial([], faults=[["p:7"], ["p:8"]], left_out=LeftOut(file))
+    with pytest.raises(RunError, match=r"in a row\. The run had gone back before, which stop\.rewind_not_finite"):
+        trial.go()
+    assert len(trial.begun) == 2
+    resumed = Trial([], faults=[["p:8"]], left_out=LeftOut(file))
+    with pytest.raises(RunError, match="had gone back before"):
+        resumed.go()
+    assert LeftOut(file).items == {"p:7"}
+
+
+def test_without_leave_what_is_not_finite_ends_the_run_and_weights_leave_nothing_out(tmp_path):
+    with pytest.raises(NotFinite, match=r"^2 optimizer updates in a row$"):
+        Trial([], faults=[["p:7"]]).go()
+    left_out = LeftOut(tmp_path / "left_out.json")
+    trial = Trial([], faults=[[]], left_out=left_out)
+    trial.go()
+    assert trial.said[0].endswith("and leaves out nothing")
+    assert (left_out.items, LeftOut(tmp_path / "left_out.json").has_gone_back) == (set(), True)
+
+
+def test_a_damaged_file_of_what_is_left_out_is_refused(tmp_path):
+    (tmp_path / "left_out.json").write_text('{"items": 3}')
+    with pytest.raises(ValueError, match=r"left_out\.json is damaged: .*\. Remove it to leave nothing out\."):
+        LeftOut(tmp_path / "left_out.json")

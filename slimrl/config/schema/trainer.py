@@ -132,7 +132,7 @@ class TrainerConfig:
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose log-probs are computed at a time; bounds the memory of float32 [tokens, vocabulary] logits."""
     max_skipped_updates: PositiveInt = 3
-    """The run stops after this many consecutive updates with a NaN or infinite gradient."""
+    """The run stops after this many consecutive updates with a NaN or infinite loss or gradient."""
     startup_timeout_s: PositiveFloat = 600.0
     """Deadline for all ranks to build the model and load its weights."""
     timeout_s: PositiveFloat = 1800.0
