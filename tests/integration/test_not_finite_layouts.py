@@ -1,4 +1,4 @@
-"""Numbers that are not finite are found where they were planted, under every layout, and looking for them leaves no trace.
+"""Numbers that are not finite are found where they were planted, under every layout.
 
 Twelve short trajectories, of which some have two segments. Every rank plays the driver: it asks all ranks, and each
 answers for itself.

@@ -243,7 +243,8 @@ def test_a_group_of_a_file_is_trained_on_where_every_filter_keeps_it():
 
 def test_a_group_filter_that_fails_is_named():
     settings = recipe()
-    learner, mixed = Learner(settings, AnsweringTrainers(), RunState(), say=print), [trajectory("mixed", n) for n in range(2)]
+    learner = Learner(settings, AnsweringTrainers(), RunState(), say=print)
+    mixed = [trajectory("mixed", n) for n in range(2)]
     with pytest.raises(RunError, match="task:keep failed on mixed: ZeroDivisionError"):
         train_on_file(OneStep(settings), learner, mixed, GroupFilters(["task:keep"], [lambda group: 1 / 0]))
 

@@ -108,9 +108,7 @@ def marked(groups: str, **options):
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_log_probs_of_the_trainer_that_are_not_finite_skip_the_update_and_are_no_mismatch(value, tmp_path):
     trainers, said, state = Poisoned(110, 300, value=value), [], RunState()
-    step, _ = learn(
-        trainers, recipe(), marked("ab", lengths=(12, 12)), state, said=said, folder=RunFolder(tmp_path)
-    )
+    step, _ = learn(trainers, recipe(), marked("ab", lengths=(12, 12)), state, said=said, folder=RunFolder(tmp_path))
     assert said == [
         "warning: step 4: update 1 of 1 skipped: the log-probs of 2 of 4 trajectories are not finite: "
         "a (a/1) segment 2, b (b/1) segment 1"
