@@ -82,12 +82,12 @@ def test_an_update_that_is_not_finite_is_skipped_with_the_names_of_its_trajector
     folder, file = workspace.run_folder("skips"), data(workspace, "planted", (LINE,))
     output = succeed("train", GSPO, *settings(workspace, "skips", file, "steps=3"), timeout_s=RUN_S)
     names = ", ".join(f"prompt {LINE} (step_000002/00001/{sample:03d})" for sample in range(4))
-    said = f"step 2: update 1 of 1 skipped: the advantages of 4 of 16 trajectories are not finite: {names}"
+    said = f"step 2: update 2 of 2 skipped: the advantages of 4 of 8 trajectories are not finite: {names}"
     assert f"warning: {said}" in output.stdout
     assert f"the advantages of prompt {LINE} (step_000002/00001/003): " in folder.log_file("driver").read_text()
     assert [line["train/skipped_steps"] for line in read_metrics(folder.metrics)[1:]] == [0, 1, 1]
-    kept = folder.not_finite_file(2, 1)
-    # The file makes the same update once more.
+    kept = folder.not_finite_file(2, 2)
+    # The file makes its gradients once more.
     again = succeed(
         "train", GSPO, *settings(workspace, "again", file, "deterministic=false"), "--trajectories", str(kept),
         "--steps", "1", timeout_s=RUN_S,
