@@ -80,17 +80,20 @@ def test_an_update_that_is_not_finite_is_skipped_with_the_names_of_its_trajector
     workspace: Workspace,
 ):
     folder, file = workspace.run_folder("skips"), data(workspace, "planted", (LINE,))
-    output = succeed("train", GSPO, *settings(workspace, "skips", file, "steps=3"), timeout_s=RUN_S)
+    output = succeed(
+        "train", GSPO, *settings(workspace, "skips", file, "steps=3", "checkpoint.keep=3"), timeout_s=RUN_S
+    )
     names = ", ".join(f"prompt {LINE} (step_000002/00001/{sample:03d})" for sample in range(4))
     said = f"step 2: update 2 of 2 skipped: the advantages of 4 of 8 trajectories are not finite: {names}"
     assert f"warning: {said}" in output.stdout
     assert f"the advantages of prompt {LINE} (step_000002/00001/003): " in folder.log_file("driver").read_text()
     assert [line["train/skipped_steps"] for line in read_metrics(folder.metrics)[1:]] == [0, 1, 1]
     kept = folder.not_finite_file(2, 2)
-    # The file makes its gradients once more.
+    # It makes the gradients once more from the weights that sampled it.
+    sampled = f"model.megatron={folder.checkpoints / 'step_000001' / 'trainer'}"
     again = succeed(
-        "train", GSPO, *settings(workspace, "again", file, "deterministic=false"), "--trajectories", str(kept),
-        "--steps", "1", timeout_s=RUN_S,
+        "train", GSPO, *settings(workspace, "again", file, sampled), "--trajectories", str(kept), "--steps", "1",
+        timeout_s=RUN_S,
     )  # fmt: skip
     assert f"update 1 of 1 skipped: the advantages of 4 of 4 trajectories are not finite: {names}" in again.stdout
 

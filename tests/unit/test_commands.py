@@ -283,8 +283,8 @@ def test_training_on_a_file_takes_the_same_trajectories_each_step_and_limits_the
     learned = []
 
     class Learner:
-        def __init__(self, recipe, trainers, state, critics) -> None:
-            assert (state.step, critics) == (0, "critics")
+        def __init__(self, recipe, trainers, state, critics, *, say, folder) -> None:
+            assert (state.step, critics, say.__name__) == (0, "critics", "say")
 
         def prepare(self, step, selection):
             learned.append(("prepare", step.number, selection))
