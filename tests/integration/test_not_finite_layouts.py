@@ -5,13 +5,14 @@ answers for itself.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from trainer_cases import LAYERS, VOCAB, in_layouts
+from trainer_cases import LAYERS, VOCAB, Run, in_layouts, model_config, packed_batches, start, trainer_config
 
 from slimrl.algorithms.objective import loss_function
 from slimrl.config.schema.algorithm import AlgorithmConfig
@@ -20,6 +21,7 @@ from slimrl.data.trajectory import Segment
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.not_finite import Owner, Work, find
 from slimrl.trainer.build import unwrap
+from slimrl.trainer.layout.parallel import destroy_parallel
 from slimrl.trainer.weights import _global_tensors
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
@@ -174,6 +176,53 @@ def assert_found(weights, num_ranks, layouts):
             assert len(found["named"]) == 1
             assert f"{found['number']}" in found["named"][0]
         assert any(of_rank[number]["planted"] for of_rank in of_ranks)
+
+
+def update_of_one_infinite_loss(rank, num_ranks, port, weights):
+    """Rank 1's loss is infinite, and its gradient is not."""
+    trainer = trainer_config(num_ranks)
+    run = Run(trainer, start(trainer, rank, num_ranks, port), weights)
+
+    def infinite(logprobs_T, entropy_T, batch):
+        sums = LOSS(logprobs_T, entropy_T, batch)
+        loss = sums.loss + torch.inf if rank == 1 else sums.loss
+        return replace(sums, loss=loss, reported={**sums.reported, "loss": loss.detach()})
+
+    batches = packed_batches(0, run.layout, 128)
+    result = run.runner.train_update(batches, infinite, denominator=12.0, temperature=0.7)
+    finite = run.runner.has_finite_gradient(batches, infinite, denominator=12.0, temperature=0.7)
+    destroy_parallel()
+    return result.skipped, finite
+
+
+def test_a_loss_that_is_infinite_skips_the_update_though_its_gradient_is_finite(weights):
+    assert run_ranks(update_of_one_infinite_loss, 2, weights) == [(True, True)] * 2
+
+
+def biases_around_a_search(rank, num_ranks, port):
+    """Buffers of a model whose routers are balanced by biases, before and after a pass for gradients."""
+    balanced = {
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+    }  # fmt: skip
+    trainer = trainer_config()
+    run = Run(trainer, start(trainer, rank, num_ranks, port), None, model_config(**balanced))
+    batches = packed_batches(0, run.layout, 128)
+
+    def buffers():
+        return [buffer.clone() for chunk in run.chunks for buffer in unwrap(chunk).buffers()]
+
+    before = buffers()
+    run.runner.has_finite_gradient(batches, LOSS, denominator=12.0, temperature=0.7)
+    after = buffers()
+    run.runner.train_update(batches, LOSS, denominator=12.0, temperature=0.7)
+    moved = any(not torch.equal(a, b) for a, b in zip(before, buffers(), strict=True))
+    destroy_parallel()
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), moved
+
+
+def test_a_search_leaves_the_biases_of_routers_as_they_are():
+    assert run_ranks(biases_around_a_search, 1) == [(True, True)]
 
 
 def test_what_was_planted_is_found_under_two_ranks(weights):
