@@ -83,8 +83,8 @@ RULES = (
     Rule(
         (Sign("train/skipped_steps", "rose", 1.0),),
         "The reward does not move",
-        "gradients with NaN or infinity",
-        "trainer.optimizer.lr down, trainer.precision: fp32 to find out",
+        "losses or gradients that are not finite",
+        "the terminal names their trajectories, logs/driver.log has their numbers",
     ),
     Rule(
         (Sign("policy/clip_fraction", "above", 0.9),),

@@ -52,6 +52,8 @@ _SHOWN = {
     RankBatches.set_remote.__name__: ("log-probs", "micro-batches"),
     RankBatches.add_values.__name__: ("values", "micro-batches"),
     RankBatches.accumulate.__name__: ("train", "micro-batches"),
+    RankBatches.faults.__name__: ("what is not finite", "micro-batches"),
+    RankBatches.has_finite_gradient.__name__: ("what is not finite", "micro-batches"),
     TrainerActor.resync.__name__: ("resync", "buckets"),
     TrainerActor.export_hf.__name__: ("export", "tensors"),
 }
