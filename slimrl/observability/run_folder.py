@@ -126,9 +126,9 @@ class RunFolder:
         """Conversations of a rollout or an evaluation that ended the run since too many of them failed."""
         return self.trajectories / "failed.jsonl"
 
-    def not_finite_file(self, step: int, update: int) -> Path:
+    def not_finite_file(self, step: int, update: int, *, critic: bool = False) -> Path:
         """Groups of an update of a step, counted from 1, that had a loss or a gradient which is not finite."""
-        return self.trajectories / f"not_finite_{step:06d}_{update}.jsonl"
+        return self.trajectories / f"{'critic_' if critic else ''}not_finite_{step:06d}_{update}.jsonl"
 
     def sample_file(self, step: int) -> Path:
         return self.trajectories / f"step_{step:06d}.jsonl"

@@ -136,7 +136,7 @@ class SkippedUpdates:
         if weights := sorted(set(self._ranks.gather(RankBatches.weights_not_finite))):
             # No trajectory is to blame.
             self._state.suspects = []
-            raise NotFinite(f"{where}: weights are not finite, which no update can mend: {_listed(weights)}")
+            raise NotFinite(f"{where}: weights are not finite, which no update can mend: {listed(weights)}")
         self._state.suspects = list(dict.fromkeys([*self._state.suspects, *(owner.item for owner in owners)]))
 
     def _keep(self, step: int, work: Work, items: set[str]) -> None:
@@ -144,7 +144,7 @@ class SkippedUpdates:
         groups = [owner.trajectory for owner in work.owners if owner.item in items and owner.trajectory is not None]
         if self._folder is None or not groups:
             return
-        file = self._folder.not_finite_file(step, work.number + 1)
+        file = self._folder.not_finite_file(step, work.number + 1, critic=self._critic)
         try:
             file.parent.mkdir(exist_ok=True)
             write_trajectories(file, {id(one): one for one in groups}.values())
@@ -212,8 +212,8 @@ def _text(finding: Finding, work: Work) -> str:
     num_owners = len({work.owners[sequence].name for sequence in finding.sequences})
     of_all = f"{num_owners} of {len({owner.name for owner in work.owners})} {work.noun}"
     if finding.exact:
-        return f"{finding.what} of {of_all} are not finite: {_listed(names)}"
-    return f"{finding.what} of some of {of_all} are not finite, or their sum is not: {_listed(names)}"
+        return f"{finding.what} of {of_all} are not finite: {listed(names)}"
+    return f"{finding.what} of some of {of_all} are not finite, or their sum is not: {listed(names)}"
 
 
 def _name(sequence: int, work: Work, *, segment: bool = True) -> str:
@@ -223,7 +223,8 @@ def _name(sequence: int, work: Work, *, segment: bool = True) -> str:
     return f"{name} segment {own.index(sequence) + 1}" if segment and len(own) > 1 else name
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names in a line, the first of many."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 

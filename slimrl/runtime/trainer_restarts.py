@@ -14,6 +14,7 @@ from slimrl.base.errors import NotFinite, RunError, StageError, TrainerLost
 from slimrl.config.schema.run import RunConfig
 from slimrl.observability.progress import Progress
 from slimrl.runtime.left_out import LeftOut
+from slimrl.runtime.not_finite import listed
 from slimrl.runtime.run import Run
 from slimrl.runtime.state import RunState
 
@@ -89,7 +90,7 @@ class TrainerRestarts:
         self._left_out.go_back(items)
         self._progress.say(
             f"warning: {fault}; the run goes back to its newest checkpoint and leaves out "
-            + (f"{len(items)} from now on: {', '.join(items)}" if items else "nothing")
+            + (f"{len(items)} from now on: {listed(items)}" if items else "nothing")
         )
         checkpoint, state = self._restart(run)
         # They may have been under way at the checkpoint.

@@ -17,6 +17,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.packing import micro_batches
 from slimrl.data.training import UpdateResult
 from slimrl.data.trajectory import Status
+from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.state import RunState
 from slimrl.runtime.step_metrics import Step
@@ -314,3 +315,16 @@ def test_a_lone_sample_of_a_prompt_is_learned_from_since_it_needs_no_others():
     run.step(pairs("a")[:1])
     assert run.critic.made[0][2] == np.sum(pairs("a")[0].segments[0].loss_mask)
     assert run.policy.num_steps == 1
+
+
+def test_trajectories_that_the_critic_s_update_could_not_bear_are_named_and_kept_apart_from_the_policy_s(tmp_path):
+    run = Run(with_critic(), critic_skips=[True])
+    run.learner = Learner(
+        run.settings, run.policy, run.state, run.critic, say=run.said.append, folder=RunFolder(tmp_path)
+    )
+    run.critic.overflowing = {2}
+    run.step()
+    assert [line.partition(" skipped: ")[0] for line in run.said] == ["warning: step 4: update 1 of 1 of the critic"]
+    assert run.said[0].endswith("skipped: the gradients of 1 of 4 trajectories are not finite: b (b/0)")
+    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["critic_not_finite_000004_1.jsonl"]
+    assert run.state.suspects == ["b"]
