@@ -1,8 +1,8 @@
 """Whether a long run grows: memory, descriptors, threads, shared memory, disk and seconds of a step over the hours.
 
 1. A toy learns by imitation to write programs (`agent_tasks.py python`).
-2. `slimrl train` trains it for as long as asked, its agents writing programs that the sandbox runs, with a learning rate
-   so small that it goes on as it is: its answers get neither longer nor shorter.
+2. `slimrl train` trains it for as long as asked, its agents writing programs that the sandbox runs, with a learning
+   rate so small that its answers get neither longer nor shorter.
 3. Every few seconds what the run's processes hold is noted, by kind of process. The run is ended by SIGUSR1.
 4. Of each figure the slope over time is estimated, without the first part of the run, with an interval for all figures
    together: with a confidence of 95% not one of them is wrong.
@@ -45,6 +45,8 @@ SETTINGS = (
 CONFIDENCE = 0.95
 LEFT_OUT = 0.1
 """Part of the time at the begin that is not looked at: caches fill"""
+Notes = dict[str, list[tuple[float, float]]]
+"""By figure, hours since the first step and the values"""
 START_S, END_S = 900.0, 300.0
 """Deadlines of the first step, and of the end"""
 RUN_FILES, STEP_S = "run folder, MB", "step, s"
@@ -52,17 +54,15 @@ CAUSES = {RUN_FILES: "records of each step"}
 """Figures that are meant to grow, and why"""
 
 
-def watch(
-    settings: Sequence[str], folder: Path, minutes: float, every_s: float
-) -> dict[str, list[tuple[float, float]]]:
-    """Train, and note what the run holds; by figure the hours since its first step and the values.
+def watch(settings: Sequence[str], folder: Path, minutes: float, every_s: float) -> Notes:
+    """Train, and note what the run holds.
 
     Raises:
         RuntimeError: the run ends by itself, or is too late.
     """
     run = RunFolder(folder / "soak")
     shutil.rmtree(run.path, ignore_errors=True)
-    notes: dict[str, list[tuple[float, float]]] = {}
+    notes: Notes = {}
     # Short: sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="soak") as temporary, (folder / "soak.log").open("w") as log:
         process = psutil.Popen(
@@ -117,7 +117,7 @@ def step_seconds(run: RunFolder) -> list[tuple[float, float]]:
     return list(zip((total / 3600 for total in accumulate(seconds)), seconds, strict=True))
 
 
-def slopes_of(notes: dict[str, list[tuple[float, float]]]) -> dict[str, Slope]:
+def slopes_of(notes: Notes) -> dict[str, Slope]:
     """The slope of each figure that changes at all, with intervals for all of them together (Bonferroni)."""
     late = {}
     for name, pairs in notes.items():
