@@ -43,7 +43,7 @@ def held_by(driver: psutil.Process) -> dict[str, float]:
 
 def shared_memory_bytes(family: Collection[psutil.Process]) -> int:
     """Bytes of the files in /dev/shm that the processes of a run map, or that have the pid of one in their names."""
-    found = {}
+    found: dict[int, int] = {}
     for process in family:
         with suppress(OSError):  # It has ended.
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():

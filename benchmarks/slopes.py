@@ -5,10 +5,10 @@ independent of each other. The interval needs no distribution: the residuals are
 slopes that this alone makes say how far a slope may be from the true one (Edgington and Onghena, Randomization Tests).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 STRETCHES = 20
 """Number of stretches of time"""
@@ -29,7 +29,7 @@ class Slope:
         return abs(self.per_hour) <= self.half_width
 
 
-def slope_of(hours: Sequence[float], values: Sequence[float], confidence: float) -> Slope:
+def slope_of(hours: ArrayLike, values: ArrayLike, confidence: float) -> Slope:
     """
     Args:
         hours: of the measurements, ascending, over a time that is not 0.

@@ -23,6 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from agent_tasks import RECIPES, TASKS, prepare
 from figures import make_table, write_figures
@@ -125,7 +126,8 @@ def slopes_of(notes: Notes) -> dict[str, Slope]:
         late[name] = [pair for pair in pairs if pair[0] >= begin]
     changing = {name: pairs for name, pairs in late.items() if len({value for _, value in pairs}) > 1}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(changing))
-    return {name: slope_of(*zip(*pairs, strict=True), confidence) for name, pairs in changing.items()}
+    series = {name: np.transpose(pairs) for name, pairs in changing.items()}
+    return {name: slope_of(hours, values, confidence) for name, (hours, values) in series.items()}
 
 
 def main() -> None:
