@@ -134,10 +134,8 @@ HELDOUT = "eval/heldout/reward_mean"
 COMMAND_TIMEOUT_S = 7200.0
 
 
-def learn(
-    name: str, folder: Path, seed: int, sft_updates: int, counts: Sequence[str], settings: Sequence[str]
-) -> RunFolder:
-    """Whatever is left of the five parts; returns the folder of GSPO's run.
+def prepare(name: str, folder: Path, seed: int, sft_updates: int, counts: Sequence[str]) -> list[str]:
+    """Whatever is left of data, model and cold start; settings of GSPO that name them.
 
     Args:
         counts: options of the command that writes the data.
@@ -157,15 +155,22 @@ def learn(
             f"model.path={model}", f"data.train={data / 'sft.jsonl'}",
         ]  # fmt: skip
         run_module("slimrl.cli", "sft", str(SFT), *shared, *cold_start, "--resume-or-start")
-    gspo = RunFolder(folder / "gspo")
+    files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
+    files += [f"data.more.{file.stem}={file}" for file in sorted(data.glob("level_*.jsonl"))]
+    if (data / "corpus.jsonl").is_file():
+        files.append(f"agent.tool_args.corpus={data / 'corpus.jsonl'}")
+    return [*shared, *files, f"model.path={sft.export}"]
+
+
+def learn(
+    name: str, folder: Path, seed: int, sft_updates: int, counts: Sequence[str], settings: Sequence[str]
+) -> RunFolder:
+    """Whatever is left of the five parts; returns the folder of GSPO's run."""
+    prepared, gspo = prepare(name, folder, seed, sft_updates, counts), RunFolder(folder / "gspo")
     if not gspo.export.is_dir():
-        files = [f"data.train={data / 'train.jsonl'}", f"data.eval.heldout={data / 'heldout.jsonl'}"]
-        files += [f"data.more.{file.stem}={file}" for file in sorted(data.glob("level_*.jsonl"))]
-        if (data / "corpus.jsonl").is_file():
-            files.append(f"agent.tool_args.corpus={data / 'corpus.jsonl'}")
         checkpoints = ["checkpoint.every_steps=4", "checkpoint.keep=1"]
-        recipe = str(RECIPES / task.recipe)
-        arguments = [*shared, "run.name=gspo", *files, *checkpoints, f"model.path={sft.export}", *settings]
+        recipe = str(RECIPES / TASKS[name].recipe)
+        arguments = [*prepared, "run.name=gspo", *checkpoints, *settings]
         run_module("slimrl.cli", "train", recipe, *arguments, "--resume-or-start")
     return gspo
 

@@ -49,6 +49,8 @@ GpusPerNode = Annotated[
     int, typer.Option(help="GPUs of a node; trainer ranks and engines fill one node after the other.")
 ]
 NvlinkGbPerS = Annotated[float, typer.Option(help="Bandwidth of a GPU to its node's other GPUs, each way.")]
+DiskReadGbPerS = Annotated[float, typer.Option(help="Bandwidth of the shared file system with one node reading.")]
+DiskReadTotalGbPerS = Annotated[float, typer.Option(help="Bandwidth of the shared file system with all nodes reading.")]
 NetworkGbPerS = Annotated[float, typer.Option(help="Bandwidth of a GPU's network adapter, each way.")]
 GpuMemoryGib = Annotated[float, typer.Option(help="Memory of one GPU.")]
 ReserveGib = Annotated[

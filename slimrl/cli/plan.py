@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 
 from slimrl.cli.arguments import (
+    DiskReadGbPerS,
+    DiskReadTotalGbPerS,
     GpuMemoryGib,
     GpusPerNode,
     MemoryGbPerS,
@@ -35,6 +37,8 @@ def plan(
     memory_gb_per_s: MemoryGbPerS = Machine.memory_gb_per_s,
     nvlink_gb_per_s: NvlinkGbPerS = Machine.nvlink_gb_per_s,
     network_gb_per_s: NetworkGbPerS = Machine.network_gb_per_s,
+    disk_read_gb_per_s: DiskReadGbPerS = Machine.disk_read_gb_per_s,
+    disk_read_total_gb_per_s: DiskReadTotalGbPerS = Machine.disk_read_total_gb_per_s,
     mean_tokens: Annotated[
         int | None, typer.Option(help="Mean length of a trajectory or conversation; by default the longest allowed.")
     ] = None,
@@ -62,7 +66,11 @@ def plan(
         mfu=mfu,
         expert_load=expert_load,
         links=Machine(
-            memory_gb_per_s=memory_gb_per_s, nvlink_gb_per_s=nvlink_gb_per_s, network_gb_per_s=network_gb_per_s
+            memory_gb_per_s=memory_gb_per_s,
+            nvlink_gb_per_s=nvlink_gb_per_s,
+            network_gb_per_s=network_gb_per_s,
+            disk_read_gb_per_s=disk_read_gb_per_s,
+            disk_read_total_gb_per_s=disk_read_total_gb_per_s,
         ),
     )
     fits = run(

@@ -5,7 +5,16 @@ from typing import Annotated
 import typer
 
 from slimrl.base.imports import imports_uncollected
-from slimrl.cli.arguments import GpusPerNode, NetworkGbPerS, NvlinkGbPerS, Overrides, Recipe, ToJson
+from slimrl.cli.arguments import (
+    DiskReadGbPerS,
+    DiskReadTotalGbPerS,
+    GpusPerNode,
+    NetworkGbPerS,
+    NvlinkGbPerS,
+    Overrides,
+    Recipe,
+    ToJson,
+)
 from slimrl.estimates.resync.machine import Machine
 
 
@@ -25,12 +34,8 @@ def estimate(
     disk_write_gb_per_s: Annotated[
         float, typer.Option(help="Bandwidth of the shared file system with one node writing.")
     ] = Machine.disk_write_gb_per_s,
-    disk_read_gb_per_s: Annotated[
-        float, typer.Option(help="Bandwidth of the shared file system with one node reading.")
-    ] = Machine.disk_read_gb_per_s,
-    disk_read_total_gb_per_s: Annotated[
-        float, typer.Option(help="Bandwidth of the shared file system with all nodes reading.")
-    ] = Machine.disk_read_total_gb_per_s,
+    disk_read_gb_per_s: DiskReadGbPerS = Machine.disk_read_gb_per_s,
+    disk_read_total_gb_per_s: DiskReadTotalGbPerS = Machine.disk_read_total_gb_per_s,
     to_json: ToJson = False,
 ) -> None:
     """Estimate bytes by link and seconds of a resync on a hypothetical cluster, by default nodes of 8 H100."""

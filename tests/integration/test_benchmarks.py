@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ TRL = BENCHMARKS.parent / "runs" / "bench" / "trl"
 LEFT_BY_SGLANG = ("sglang_loads_", "sem.mp-")
 
 
-def figures_of(name: str, out: Path, *arguments: str, timeout_s: float = 280) -> dict[str, Any]:
-    """What `python benchmarks/NAME.py ARGUMENTS --json OUT` wrote."""
+def figures_of(
+    name: str, out: Path, *arguments: str, timeout_s: float = 280, codes: Sequence[int] = (0,)
+) -> dict[str, Any]:
+    """What `python benchmarks/NAME.py ARGUMENTS --json OUT` wrote; `codes` are exit codes that it may have."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.returncode in codes, f"{done.stdout}\n{done.stderr}"
     return json.loads(out.read_text())
 
 

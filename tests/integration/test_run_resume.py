@@ -52,10 +52,13 @@ def deterministic(workspace: Workspace, name: str, *more: str) -> list[str]:
 
 
 def kill_after_checkpoint(run: CliRun, folder: RunFolder, step: int) -> None:
-    """SIGKILL for the driver, at a random moment after the checkpoint of `step`."""
+    """SIGKILL for the driver, at a random moment after the checkpoint of `step`.
+
+    It is complete by the end of the next step, so the run needs two steps more.
+    """
     checkpoint = folder.checkpoints / f"step_{step:06d}"
     run.wait_until(checkpoint.is_dir, RUN_S)
-    time.sleep(random.uniform(0.0, 1.0))
+    time.sleep(random.uniform(0.0, 0.5))
     run.process.send_signal(signal.SIGKILL)
     assert run.wait(60) == -signal.SIGKILL
 

@@ -31,14 +31,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def test_a_killed_run_that_searches_continues_as_if_it_had_not_been(workspace: Workspace):
-    succeed("train", GSPO, *deterministic(workspace, "whole", "steps=2", *SEARCH), timeout_s=RUN_S)
+    succeed("train", GSPO, *deterministic(workspace, "whole", "steps=3", *SEARCH), timeout_s=RUN_S)
     whole, killed = workspace.run_folder("whole"), workspace.run_folder("killed")
-    run = CliRun(["train", GSPO, *deterministic(workspace, "killed", "steps=2", *SEARCH)])
+    run = CliRun(["train", GSPO, *deterministic(workspace, "killed", "steps=3", *SEARCH)])
     try:
         kill_after_checkpoint(run, killed, 1)
     finally:
         run.close()
-    succeed("train", GSPO, *deterministic(workspace, "killed", "steps=2", *SEARCH), "--resume", timeout_s=RUN_S)
+    succeed("train", GSPO, *deterministic(workspace, "killed", "steps=3", *SEARCH), "--resume", timeout_s=RUN_S)
     assert steps_without_times(killed) == steps_without_times(whole)
     assert exported(killed) == exported(whole)
     for line in read_metrics(whole.metrics)[1:]:

@@ -41,6 +41,8 @@ def test_a_live_run_is_watched_until_the_user_or_the_run_ends(workspace: Workspa
         "trainer.num_ranks=1",
         "trainer.parallel.expert=1",
         "rollout.num_engines=1",
+        # A step lasts some seconds also on a fast machine.
+        "rollout.max_concurrency_per_engine=1",
         "rollout.sampling.max_new_tokens=96",
     )
     run = CliRun(["train", str(RECIPES / "gspo_calculator.yaml"), *overrides])
@@ -60,6 +62,7 @@ def test_a_live_run_is_watched_until_the_user_or_the_run_ends(workspace: Workspa
             text = terminal.text
             assert terminal.raw.count(SHOWS) == terminal.raw.count(HIDES) == 1
         assert "about 0:00:" in text, "what is left, once a step has ended"
+        assert "complete  step 4 of 4" in text, text[-4000:]
         last = text[text.rindex("complete  step 4 of 4") :]
         assert "reward/mean" in last
         assert "answers of step 4" in re.sub(" +", " ", last)

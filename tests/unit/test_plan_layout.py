@@ -21,6 +21,7 @@ from slimrl.estimates.planner.memory import StageMemory
 from slimrl.estimates.planner.model_state import host_update_s
 from slimrl.estimates.planner.parameters import ChunkParameters, ModelParameters
 from slimrl.estimates.planner.plan import Plan, _model_notes, _notes, _transport, as_json
+from slimrl.estimates.planner.restart import Restart
 from slimrl.estimates.planner.schedule import Batch, update_batch
 from slimrl.estimates.planner.shape import Shape
 from slimrl.estimates.planner.tables import print_plan
@@ -272,7 +273,7 @@ def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = Non
     )  # fmt: skip
     sent = Communication(tensor_s=0.5, context_s=0.0, expert_s=0.0, pipeline_s=0.25, data_s=0.25)
     given = recipe(4, updates=3, pipeline=2)
-    given.resync.transport = TransportName.p2p
+    given.resync.transport, given.checkpoint.every_steps = TransportName.p2p, 10
     layout = LayoutPlan(
         recipe=given, stages=STAGES, layers=LAYERS, memory=memory, engine_gpu=engine_gpu, work=work,
         batch=Batch(tokens=4000, trajectory_tokens=400, micro_batches=6), communication=sent,
@@ -285,6 +286,10 @@ def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = Non
         planned=SimpleNamespace(recipe=given, model="a model", sft=sft),
         hardware=Hardware(), facts=SimpleNamespace(parameters=PARAMETERS, engine=engine),
         cluster=SimpleNamespace(gpus=12, num_nodes=2), layout=layout, resync=resync, notes=["a note"],
+        restart=Restart(
+            checkpoint_bytes=14 * 10**9, checkpoint_s=20.0, engines_s=0.0 if sft else 30.0, resync_s=7.0,
+            lost_s=None if sft else 500.0,
+        ),
         teacher=None,
     )  # fmt: skip
 
@@ -309,6 +314,7 @@ def test_a_plan_as_json_has_the_worst_stage_in_gib_and_a_step_that_adds_up():
         "host_optimizer": 6.0, "resync": 7.0,
     }  # fmt: skip
     assert found["step_seconds"] == pytest.approx(sum(found["step"].values()))
+    assert (found["restart"]["in_place_s"], found["restart"]["new_job_s"]) == (27.0, 57.0)
     assert found["resync"] == {"bytes": 5, "seconds": 7.0, "links": {"nvlink": 4 * 10**9}}
     assert (found["kv_cache_tokens"], found["concurrent_trajectories"]) == (10**6, 100)
     assert found["logprob_communication"]["data_s"] == 0.0
@@ -350,6 +356,9 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
         "rollout at least 100.0 s, 2,000 PFLOP",
         "optimizer 6.0 s on the host",
         "= step at least 157.5 s",
+        "trainer in place at least 27 s: a checkpoint of 14 GB is read in 20 s, then a resync",
+        "new job at least 57 s: the same, the engines' model in 30 s",
+        "lost steps 500 s on average, of 10 steps between two checkpoints",
         "note: a note",
         "it does not fit: too large",
     ):
@@ -357,6 +366,7 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
     print_plan(whole_plan(sft=True))
     alone = rows_of(capsys.readouterr().out)
     assert "= step 43.0 s" in alone
+    assert "new job at least 27 s: the same" in alone
     assert "it fits" in alone
     assert not any(row.startswith(("engines", "log-probs", "rollout", "resync", "host 0")) for row in alone)
 

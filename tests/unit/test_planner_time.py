@@ -12,6 +12,7 @@ from slimrl.estimates.planner.generation import decoding_step_bytes, rollout_at_
 from slimrl.estimates.planner.hardware import Hardware
 from slimrl.estimates.planner.model_state import host_update_s
 from slimrl.estimates.planner.parameters import ChunkParameters
+from slimrl.estimates.planner.restart import plan_restart
 from slimrl.estimates.planner.shape import Shape
 from slimrl.estimates.planner.suggest import ranked
 from slimrl.models.family import family_of
@@ -112,3 +113,24 @@ def test_of_layouts_within_five_percent_of_the_fastest_the_simplest_is_first():
     plans += [layout(105.1, 1), layout(1, 1, fits=False, most_bytes=8), layout(103, 2)]
     order = [(plan.step_s, plan.most_bytes) for plan in ranked(plans)]
     assert order == [(103, 1), (104.9, 1), (100, 1), (105.1, 1), (106, 1), (1, 8), (1, 9)]
+
+
+def test_a_restart_reads_weights_and_states_at_the_speed_of_the_nodes_or_of_the_file_system():
+    given = recipe(num_engines=3, engine_tp=8)
+    given.trainer.num_ranks, given.checkpoint.every_steps = 16, 20
+    given.trainer.precision = Precision.bf16
+    figures = {"step_s": 100.0, "sent_bytes": 40 * 10**9, "resync_s": 2.0}
+    found = plan_restart(given, 10**10, None, Hardware(), **figures)
+    # Two bytes of each weight and twelve of its states by two nodes of 8 GB/s; three nodes of engines read 40 GB each.
+    assert found.checkpoint_bytes == 14 * 10**10
+    assert found.checkpoint_s == pytest.approx(140 / 16)
+    assert found.engines_s == pytest.approx(40 / 8)
+    assert found.in_place_s == pytest.approx(140 / 16 + 2)
+    assert found.new_job_s == pytest.approx(140 / 16 + 5 + 2)
+    assert found.lost_s == pytest.approx(10 * 100)
+    given.trainer.num_ranks = 512
+    assert plan_restart(given, 10**10, None, Hardware(), **figures).checkpoint_s == pytest.approx(140 / 40)
+    # Adapters alone have states, and weights beside those of the model.
+    assert plan_restart(given, 10**10, 10**8, Hardware(), **figures).checkpoint_bytes == 2 * 101 * 10**8 + 12 * 10**8
+    given.checkpoint.every_steps = 0
+    assert plan_restart(given, 10**10, None, Hardware(), **figures).lost_s is None

@@ -15,6 +15,7 @@ from slimrl.config.schema.credit import RefillMode
 from slimrl.config.schema.precision import Fp8Scaling
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
+from slimrl.config.schema.trainer import ParallelConfig
 from slimrl.config.speculative_rules import sends_drafts
 from slimrl.config.wrapper import wrapper_of
 from slimrl.estimates.planner.critic import plan_critic
@@ -25,6 +26,7 @@ from slimrl.estimates.planner.hardware import GB, Hardware
 from slimrl.estimates.planner.layout_plan import LayoutPlan, plan_layout
 from slimrl.estimates.planner.memory import host_bytes_per_node, save_bytes_per_node
 from slimrl.estimates.planner.parameters import built_stages, stage_total
+from slimrl.estimates.planner.restart import Restart, plan_restart
 from slimrl.estimates.planner.schedule import longest_tokens
 from slimrl.estimates.planner.teacher import TeacherPlan, plan_teacher
 from slimrl.estimates.resync.command import Cluster, planned_cluster
@@ -45,6 +47,7 @@ class Plan:
     layout: LayoutPlan
     resync: Estimate | None
     """Estimate of a resync; None with `slimrl sft`"""
+    restart: Restart
     notes: list[str]
     """Assumptions beyond the formulas, as sentences"""
     teacher: TeacherPlan | None = None
@@ -101,6 +104,19 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
     layers = planned_stages(recipe.trainer, known.model)
     stages = built_stages(recipe.trainer, known.model)
     layout = plan_layout(known, recipe, stages, layers, hardware, sft=planned.sft, mean_tokens=mean_tokens)
+    resync_s, adapters = 0.0 if resync is None else resync.seconds, None
+    if known.adapters is not None:
+        (stage,) = known.adapters.stages(ParallelConfig(), [range(known.shape.layers)])
+        adapters = stage_total(stage)
+    restart = plan_restart(
+        recipe,
+        known.parameters.total,
+        adapters,
+        hardware,
+        step_s=layout.step_s + resync_s,
+        sent_bytes=0 if resync is None else resync.sent_bytes,
+        resync_s=resync_s,
+    )
     return Plan(
         planned=planned,
         hardware=hardware,
@@ -108,6 +124,7 @@ def _make_plan(planned: OfflineRecipe, hardware: Hardware, mean_tokens: int | No
         cluster=cluster,
         layout=layout,
         resync=resync,
+        restart=restart,
         teacher=teacher,
         critic=critic,
         notes=notes,
@@ -212,6 +229,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "resync": None
         if plan.resync is None
         else {"bytes": plan.resync.sent_bytes, "seconds": plan.resync.seconds, "links": plan.resync.link_bytes},
+        "restart": {**asdict(plan.restart), "in_place_s": plan.restart.in_place_s, "new_job_s": plan.restart.new_job_s},
         "hardware": asdict(plan.hardware),
         "notes": plan.notes,
     }

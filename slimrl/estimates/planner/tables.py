@@ -11,6 +11,7 @@ from slimrl.estimates.planner.memory import host_bytes_per_node, save_bytes_per_
 from slimrl.estimates.planner.model_state import data_parallel_sizes
 from slimrl.estimates.planner.parameters import stage_total
 from slimrl.estimates.planner.plan import Plan
+from slimrl.estimates.planner.restart import Restart
 from slimrl.estimates.planner.suggest import Suggestion
 from slimrl.estimates.planner.teacher import TeacherPlan
 from slimrl.observability.terminal import plain_console
@@ -43,6 +44,7 @@ def print_plan(plan: Plan) -> None:
     if plan.teacher is not None:
         console.print(_teacher(plan, plan.teacher))
     console.print(_time(plan))
+    console.print(_restart(plan.restart, plan.planned.recipe.checkpoint.every_steps))
     for note in plan.notes:
         console.print(f"note: {note}")
     if plan.problems:
@@ -200,6 +202,20 @@ def _time(plan: Plan) -> Table:
     overlap = ", the longer of rollout and training, and the resync" if layout.overlaps else ""
     rows.append(("= step", f"{at_least}{plan.step_s:,.1f} s{overlap}"))
     return _table("time of a step", ("", ""), rows)
+
+
+def _restart(restart: Restart, every_steps: int) -> Table:
+    size = f"a checkpoint of {restart.checkpoint_bytes / GB:,.0f} GB is read in {restart.checkpoint_s:,.0f} s"
+    model = f", the engines' model in {restart.engines_s:,.0f} s" if restart.engines_s else ""
+    lost = "all steps: checkpoint.every_steps is 0"
+    if restart.lost_s is not None:
+        lost = f"{restart.lost_s:,.0f} s on average, of {counted(every_steps, 'step')} between two checkpoints"
+    rows = [
+        ("trainer in place", f"at least {restart.in_place_s:,.0f} s: {size}, then a resync"),
+        ("new job", f"at least {restart.new_job_s:,.0f} s: the same{model}"),
+        ("lost steps", lost),
+    ]
+    return _table("after a death of the trainer", ("", ""), rows)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
