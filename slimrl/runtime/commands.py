@@ -36,6 +36,7 @@ from slimrl.runtime.learner import Learner
 from slimrl.runtime.loop import train as train_loop
 from slimrl.runtime.loop import train_on_conversations as sft_loop
 from slimrl.runtime.loop import train_on_file as train_on_file_loop
+from slimrl.runtime.memory_folder import MemoryFolder, newest_copy
 from slimrl.runtime.preemption import Preemption, preemption_by_signal, raise_preempted
 from slimrl.runtime.run import Run
 from slimrl.runtime.sft import read_examples
@@ -134,6 +135,7 @@ def _train(
             _recorder(folder, profiled, recipe.tracking, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state, progress) as trackers,
+            MemoryFolder(progress.say) if recipe.checkpoint.in_memory_every_steps else nullcontext() as memory,
             started(
                 recipe,
                 folder,
@@ -166,6 +168,7 @@ def _train(
                         preemption=preemption,
                         data=data,
                         recorder=recorder,
+                        memory_folder=memory,
                         summary_every_steps=recipe.sft.summary_every_steps,
                     )
                     return run, partial(sft_loop, run, data)
@@ -185,6 +188,7 @@ def _train(
                     state=state,
                     data=data,
                     recorder=recorder,
+                    memory_folder=memory,
                     preemption=preemption,
                 )
 
@@ -195,8 +199,10 @@ def _train(
                 return train_run, loop
 
             def rewind() -> tuple[Path | None, RunState]:
-                """Go back to the newest checkpoint."""
-                found = _resume_point(folder, recipe, progress)
+                """Go back to the newest checkpoint, or to the copy in memory if that is newer."""
+                found = newest_copy(memory, folder, progress.say) or _resume_point(folder, recipe, progress)
+                if memory is not None:
+                    memory.forget_after(found[1].step)
                 trackers.rewind(_kept_step(*found))
                 return found
 

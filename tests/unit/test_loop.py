@@ -119,10 +119,10 @@ class Stages:
 
     has_failed = False
 
-    def has_written(self):
+    def has_written(self, directory):
         return True
 
-    def finish_checkpoint(self):
+    def finish_checkpoint(self, directory):
         return {}
 
     def export_hf(self, directory: Path):

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Concatenate
+from typing import Any, Concatenate, Protocol
 
 import ray
 
-from slimrl.base.errors import ActorLost, NoAnswer, PeerLost, StageError, TrainerLost
+from slimrl.base.errors import ActorLost, NoAnswer, NotWritten, PeerLost, StageError, TrainerLost
 from slimrl.base.spans import SPANS
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.env_vars import trainer_variables
@@ -65,6 +65,20 @@ _FILES = {
 """Methods that read or write the whole model"""
 
 
+class NodeFolders(Protocol):
+    """Folders of the driver's node, as other nodes find them."""
+
+    def on(self, node: Node, folder: Path) -> Path:
+        """The absolute path of a folder on a node."""
+
+
+class SharedFolders:
+    """Folders of a file system that all nodes share."""
+
+    def on(self, node: Node, folder: Path) -> Path:
+        return folder.absolute()
+
+
 class TrainerGroup:
     """All ranks of the trainer, or of its critic.
 
@@ -99,6 +113,8 @@ class TrainerGroup:
         self._looked = 0.0
         """Time of the last call of `meanwhile`, on the monotonic clock"""
         self._processes: list[NodeProcess] = []
+        self.folders: NodeFolders = SharedFolders()
+        """Where the ranks find the folders of checkpoints"""
         self.has_failed = False
         """Whether a rank has raised an error, so that others may still wait for it in a collective"""
 
@@ -122,14 +138,14 @@ class TrainerGroup:
         return tuple(process.pid for process in self._processes)
 
     @property
-    def _nodes(self) -> list[Node]:
+    def nodes(self) -> list[Node]:
         """The node of each rank."""
         return [slot.node for slot, _ in self._sites]
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
         """(role and node, pid) of each rank."""
-        named = zip(self._actors.names, self._nodes, self.pids, strict=True)
+        named = zip(self._actors.names, self.nodes, self.pids, strict=True)
         return tuple((f"{name} on {node.name}", pid) for name, node, pid in named)
 
     def start(self, checkpoint: Path | None = None) -> None:
@@ -141,20 +157,21 @@ class TrainerGroup:
         ranks, timeout_s = self._actors, self._recipe.trainer.startup_timeout_s
         try:
             self._processes = list(ranks.begin(TrainerActor.process).wait(timeout_s=timeout_s).values())
-            first = ranks.on(ranks.names[:1]).begin(TrainerActor.rendezvous, len(set(self._nodes)) == 1)
+            first = ranks.on(ranks.names[:1]).begin(TrainerActor.rendezvous, len(set(self.nodes)) == 1)
             (meeting,) = first.wait(timeout_s=timeout_s).values()
             self._layouts = ranks.begin(TrainerActor.start, meeting).wait(timeout_s=timeout_s)
             ranks.begin(TrainerActor.load_weights).wait(timeout_s=timeout_s)
         except (ActorLost, NoAnswer, PeerLost) as error:
             raise TrainerLost(str(error), error.details) from error
         if checkpoint is not None:
-            self.call(TrainerActor.load_checkpoint, (checkpoint / self.role).absolute())
+            given = [(path,) for path in self._paths(checkpoint / self.role)]
+            self._finish(self._each(TrainerActor.load_checkpoint, given))
 
     def end(self) -> None:
         """End all ranks, whatever they do, and wait until they have."""
         self.kill()
         processes = defaultdict(list)
-        for node, process in zip(self._nodes, self._processes, strict=False):
+        for node, process in zip(self.nodes, self._processes, strict=False):
             processes[node].append(process)
         end_processes(processes)
 
@@ -173,9 +190,9 @@ class TrainerGroup:
         self.start(checkpoint)
 
     def _leave_lost_nodes(self) -> None:
-        counts = Counter(self._nodes)
+        counts = Counter(self.nodes)
         for node in [node for node in counts if not is_alive(node)]:
-            found = self._find_room(node, counts[node], self._sites[self._nodes.index(node)][1].resource)
+            found = self._find_room(node, counts[node], self._sites[self.nodes.index(node)][1].resource)
             slots = iter(found.placement.slots)
             self._sites = [
                 (next(slots), found) if slot.node == node else (slot, places) for slot, places in self._sites
@@ -253,19 +270,27 @@ class TrainerGroup:
 
     def begin_checkpoint(self, directory: Path) -> None:
         """Begin a checkpoint of the present weights and optimizer's state; the ranks write it beside what comes."""
-        self.call(TrainerActor.begin_checkpoint, directory.absolute())
+        paths = self._paths(directory)
+        firsts = [path not in paths[:rank] for rank, path in enumerate(paths)]
+        self._finish(self._each(TrainerActor.begin_checkpoint, list(zip(paths, firsts, strict=True))))
 
-    def has_written(self) -> bool:
+    def has_written(self, directory: Path) -> bool:
         """Whether the ranks have written their files of the checkpoint, so that `finish_checkpoint` does not wait."""
-        asked = [actor.has_written.remote() for actor in self._actors.handles.values()]
+        ranks = zip(self._actors.handles.values(), self._paths(directory), strict=True)
+        asked = [actor.has_written.remote(path) for actor, path in ranks]
         answered, late = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
         # A rank that has ended is found out by the next call of all.
         return not late and all(map(_is_true, answered))
 
-    def finish_checkpoint(self) -> dict[str, FileDigest]:
-        """Wait until the checkpoint is complete; checksums of all files that the ranks wrote, by name in the folder."""
+    def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
+        """Wait until the checkpoint is complete; checksums of all files that the ranks wrote, by name in the folder.
+
+        Raises:
+            NotWritten: they could not be written.
+        """
+        given = [(path,) for path in self._paths(directory)]
         # What fails beside it would be taken for its failure.
-        written = self._finish(self._actors.begin(TrainerActor.finish_checkpoint), alone=True)
+        written = self._finish(self._each(TrainerActor.finish_checkpoint, given), alone=True)
         return {name: digest for files in written.values() for name, digest in files.items()}
 
     def export_hf(self, directory: Path) -> None:
@@ -286,6 +311,15 @@ class TrainerGroup:
     def kill(self) -> None:
         """End all processes at once."""
         self._actors.kill()
+
+    def _paths(self, directory: Path) -> list[Path]:
+        """A folder, as each rank finds it."""
+        return [self.folders.on(node, directory) for node in self.nodes]
+
+    def _each(self, method: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> Calls[Any]:
+        """Call a method of all ranks, with arguments for each."""
+        names = zip(self._actors.names, given, strict=True)
+        return reduce(or_, [self._actors.on([name]).begin(method, *arguments) for name, arguments in names])
 
     def _finish[T](self, calls: Calls[T], *, alone: bool = False) -> dict[str, T]:
         """The results of calls of the ranks; until they come, the first rank's progress is shown.
@@ -316,7 +350,7 @@ class TrainerGroup:
             except StageError as error:
                 # A broken connection to an engine is none to a rank; a rank that has ended says so itself.
                 if beside or not isinstance(error, (ActorLost, NoAnswer) if alone else (ActorLost, NoAnswer, PeerLost)):
-                    self.has_failed = self.has_failed or not beside
+                    self.has_failed = self.has_failed or not (beside or isinstance(error, NotWritten))
                     raise
                 raise TrainerLost(str(error), error.details) from error
 

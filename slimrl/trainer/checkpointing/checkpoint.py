@@ -60,7 +60,7 @@ def save(
 
     Raises:
         ValueError: the folder exists.
-        RuntimeError, OSError: a rank could not write, for example to a full disk.
+        NotWritten, OSError: a rank could not write, for example to a full disk.
     """
     writing = begin(directory, chunks, optimizer, layout, architecture, model_path)
     writing.write()
@@ -74,23 +74,28 @@ def begin(
     layout: Layout,
     architecture: dict[str, Any],
     model_path: Path | None = None,
+    *,
+    leads: bool | None = None,
 ) -> CheckpointWriting:
-    """Begin a checkpoint; every rank calls it, on a shared file system.
+    """Begin a checkpoint; every rank calls it, on a shared file system or with a folder of its node.
 
     Args:
         directory: must not exist yet.
         architecture: from architecture_of.
         model_path: Hugging Face folder whose config and tokenizer are copied into the checkpoint.
+        leads: whether this rank, of those that share the folder, makes it; None for the first of all ranks.
 
     Raises:
         ValueError: the folder exists.
     """
+    leads = layout.rank == 0 if leads is None else leads
     if directory.exists():
         raise ValueError(f"{directory}: exists already")
     partial = directory.with_name(f".{directory.name}.partial")
-    if layout.rank == 0:
+    if leads:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "rng").mkdir(parents=True)
+    if layout.rank == 0:
         facts = {"architecture": architecture, "layout": layout.sizes()}
         (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
         if model_path is not None:
@@ -108,7 +113,7 @@ def begin(
         async_strategy="mcore",
         content_metadata=content,
     )
-    return CheckpointWriting(partial, directory, layout.rank, request)
+    return CheckpointWriting(partial, directory, layout.rank, request, leads=leads)
 
 
 def load(
