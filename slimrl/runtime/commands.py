@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -135,7 +135,7 @@ def _train(
             _recorder(folder, profiled, recipe.tracking, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state, progress) as trackers,
-            MemoryFolder(progress.say) if recipe.checkpoint.in_memory_every_steps else nullcontext() as memory,
+            _memory_folder(recipe, progress) as memory,
             started(
                 recipe,
                 folder,
@@ -209,6 +209,8 @@ def _train(
             restarts = TrainerRestarts(recipe.run, rewind, progress)
             with nullcontext() if task is None else rollout_stage(loaded, task, processes, progress) as stage:
                 state = restarts.go_on(partial(begin, stage), checkpoint, state)
+            if memory is not None:
+                memory.nodes.remove()
         raise_preempted(folder, state.step, recipe.steps)
 
 
@@ -395,6 +397,12 @@ def _sampler[T](files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunStat
             paths = ", ".join(recipe.data.train_files.values())
             raise ValueError(f"data.train = {paths}: {error}") from error
     return sampler
+
+
+def _memory_folder(recipe: Recipe, progress: Progress) -> AbstractContextManager[MemoryFolder | None]:
+    if not recipe.checkpoint.in_memory_every_steps:
+        return nullcontext()
+    return MemoryFolder(progress.say, recipe.trainer.timeout_s)
 
 
 @contextmanager

@@ -54,6 +54,9 @@ class Run:
         self._copies = None
         if self.memory_folder is not None:
             newest = CheckpointConfig(keep=1)
+            self.memory_folder.nodes.use([node for group in self._groups for node in group.nodes])
+            for group in self._groups:
+                group.folders = self.memory_folder
             self._copies = CheckpointWriter(self.memory_folder, newest, lambda step: log.info("copy of step %d", step))
 
     @property

@@ -137,7 +137,7 @@ class CheckpointFolder:
             file.write(json.dumps({**content, "xxh3_128": _digest(content)}, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        final = self.path / partial.name.removeprefix(_PARTIAL)
+        final = self.named(state.step)
         before = self.path / f"{_PARTIAL}before_{final.name}"
         if final.exists():
             final.rename(before)
@@ -159,7 +159,11 @@ class CheckpointFolder:
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of this step is complete."""
-        return (self.path / _STEP.format(step)).is_dir()
+        return self.named(step).is_dir()
+
+    def named(self, step: int) -> Path:
+        """The folder of the complete checkpoint of this step."""
+        return self.path / _STEP.format(step)
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, the oldest first."""

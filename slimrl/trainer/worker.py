@@ -20,6 +20,7 @@ from slimrl.models.peft_config import peft_config
 from slimrl.trainer.build import build_model, unwrap
 from slimrl.trainer.checkpointing import checkpoint
 from slimrl.trainer.checkpointing.export import ExportedAdapters, export_hf
+from slimrl.trainer.checkpointing.fetching import Fetch, fetching
 from slimrl.trainer.checkpointing.writing import CheckpointWriting, storage_addresses
 from slimrl.trainer.determinism import make_deterministic
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
@@ -144,8 +145,14 @@ class TrainerWorker:
         writing.stage(storage_addresses([*weight_tensors(self.chunks), *buffers, *self.optimizer.tensors()]))
         return writing
 
-    def load_checkpoint(self, directory: Path) -> None:
-        checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
+    def load_checkpoint(self, directory: Path, fetch: Fetch | None = None) -> None:
+        """Load a checkpoint; see checkpoint.load.
+
+        Args:
+            fetch: brings files of the folder before they are read.
+        """
+        with fetching(fetch):
+            checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
 
     def export_hf(self, directory: Path, seen: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Write the weights in `model_path`'s dtype, with its config and tokenizer.

@@ -34,6 +34,7 @@ from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.task.engine_format import engine_transform
 from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.node_memory import Fetched
 from slimrl.runtime.cluster.node_processes import NodeProcess
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.rank_position import RankPosition, RankProgress, position
@@ -136,8 +137,9 @@ class TrainerActor(RankBatches):
         if needs_reference(self.recipe):
             self.reference = self.worker.keep_reference()
 
-    def load_checkpoint(self, directory: Path) -> None:
-        self.worker.load_checkpoint(directory)
+    def load_checkpoint(self, directory: Path, fetch: Fetched | None) -> None:
+        """Load a checkpoint; `fetch` brings the files that this node lacks, or None if it has all."""
+        self.worker.load_checkpoint(directory, fetch)
 
     def begin_checkpoint(self, directory: Path, leads: bool) -> None:
         """Copy what a checkpoint has of this rank into host memory, and write it beside what comes.

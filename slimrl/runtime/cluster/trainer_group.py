@@ -26,6 +26,7 @@ from slimrl.resync.report import ResyncReport
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.calls import Calls
 from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.node_memory import Fetched
 from slimrl.runtime.cluster.node_processes import NodeProcess, end_processes
 from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.rank_batches import RankBatches
@@ -71,12 +72,18 @@ class NodeFolders(Protocol):
     def on(self, node: Node, folder: Path) -> Path:
         """The absolute path of a folder on a node."""
 
+    def fetched(self, node: Node, folder: Path) -> Fetched | None:
+        """What brings the files of a folder to a node that may lack some of them."""
+
 
 class SharedFolders:
     """Folders of a file system that all nodes share."""
 
     def on(self, node: Node, folder: Path) -> Path:
         return folder.absolute()
+
+    def fetched(self, node: Node, folder: Path) -> None:
+        return None
 
 
 class TrainerGroup:
@@ -164,7 +171,8 @@ class TrainerGroup:
         except (ActorLost, NoAnswer, PeerLost) as error:
             raise TrainerLost(str(error), error.details) from error
         if checkpoint is not None:
-            given = [(path,) for path in self._paths(checkpoint / self.role)]
+            part = checkpoint / self.role
+            given = [(self.folders.on(node, part), self.folders.fetched(node, part)) for node in self.nodes]
             self._finish(self._each(TrainerActor.load_checkpoint, given))
 
     def end(self) -> None:
