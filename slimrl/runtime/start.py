@@ -42,6 +42,7 @@ from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.task.task import Task
 from slimrl.runtime.checks.fetched_model import fetch_model
 from slimrl.runtime.checks.folder_check import check_nodes
+from slimrl.runtime.checks.shared_memory_check import check_shared_memory
 from slimrl.runtime.checks.start_check import read_files
 from slimrl.runtime.checks.teacher_check import key_of_others
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
@@ -213,6 +214,7 @@ def started(
             places = Reservation(placement, resource)
             if ray_address is not None:
                 check_nodes(recipe, places)
+                check_shared_memory(recipe, placement)
         processes = Processes(engines=None, trainers=None)
         try:
             with progress.stage("starting processes"):

@@ -12,7 +12,7 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.estimates.planner.engine import GIB, kv_bytes_per_token, plan_engine, static_fraction
 from slimrl.estimates.planner.hardware import Hardware
 from slimrl.estimates.planner.layout_plan import engine_problems
-from slimrl.estimates.planner.memory import engine_gpu_bytes, host_bytes_per_node, stage_memory
+from slimrl.estimates.planner.memory import copies_per_node, engine_gpu_bytes, host_bytes_per_node, stage_memory
 from slimrl.estimates.planner.parameters import ChunkParameters
 from slimrl.estimates.planner.schedule import Batch
 from slimrl.estimates.planner.shape import Shape
@@ -115,6 +115,14 @@ def test_the_host_of_a_node_keeps_what_its_ranks_give_away():
     assert recipe.trainer.num_ranks == 8
     assert host_bytes_per_node(recipe, memory, HARDWARE) == 8 * 30 + 2 * 700
     assert host_bytes_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 4 * 30 + 700
+    # Two checkpoints of a node, and two of another if there is one; and two saves may be staged at a time.
+    recipe.checkpoint.in_memory_every_steps = 1
+    assert copies_per_node(recipe, memory, HARDWARE) == 2 * (2 * 700)
+    assert copies_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 4 * 700
+    recipe.checkpoint.every_steps = 10
+    assert copies_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 5 * 700
+    assert host_bytes_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 4 * 30 + 6 * 700
+    recipe.checkpoint.in_memory_every_steps = 0
     recipe.trainer.num_ranks = 2
     assert host_bytes_per_node(recipe, memory, HARDWARE) == 2 * 30 + 2 * 700
 

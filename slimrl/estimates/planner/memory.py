@@ -84,7 +84,18 @@ def engine_gpu_bytes(facts: Facts, recipe: Recipe, hardware: Hardware) -> int | 
 def host_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
     """Host memory of a node's trainer ranks during a save, if all were of the stage that needs most of it."""
     ranks = min(hardware.gpus_per_node, recipe.trainer.num_ranks)
-    return ranks * max(stage.host for stage in memory) + save_bytes_per_node(recipe, memory, hardware)
+    held = ranks * max(stage.host for stage in memory) + copies_per_node(recipe, memory, hardware)
+    return held + save_bytes_per_node(recipe, memory, hardware)
+
+
+def copies_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
+    """Bytes of `host_bytes_per_node` of checkpoints in memory: the newest one and that which takes its place, where
+    there are several nodes also of another node; and what is staged of them beside a save on the disk."""
+    settings = recipe.checkpoint
+    if not settings.in_memory_every_steps:
+        return 0
+    of_nodes = 2 if recipe.trainer.num_ranks > hardware.gpus_per_node else 1
+    return (2 * of_nodes + bool(settings.every_steps)) * save_bytes_per_node(recipe, memory, hardware)
 
 
 def save_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:

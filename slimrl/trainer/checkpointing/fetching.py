@@ -38,8 +38,8 @@ def fetching(fetch: Fetch | None) -> Iterator[None]:
         fetch([name for name in fetch.missing if name in names])
         return original(self, plan, planner)
 
-    FileSystemReader.read_data = read_data
+    FileSystemReader.read_data = read_data  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FileSystemReader.read_data = original
+        FileSystemReader.read_data = original  # type: ignore[method-assign]
