@@ -1,4 +1,4 @@
-"""Rules of a trainer that is started anew in place: copies in memory, from which it goes on."""
+"""Rules of a trainer that is started anew in place: nodes for it, and copies in memory, from which it goes on."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,14 @@ from slimrl.config.problems import Violation
 from slimrl.config.schema.recipe import Recipe
 
 IN_MEMORY = "checkpoint.in_memory_every_steps"
+
+
+def spare_violations(recipe: Recipe, command: str) -> Iterator[Violation]:
+    """Nodes in reserve for a trainer that is never started anew."""
+    spares = recipe.trainer.spare_nodes
+    if spares and (command == "train --trajectories" or not recipe.run.max_restarts):
+        why = "run.max_restarts is 0" if recipe.run.max_restarts == 0 else "training on a file ends with its trainer"
+        yield "trainer.spare_nodes", f"{spares}: no trainer would be started anew on them, since {why}. Use 0."
 
 
 def copy_violations(recipe: Recipe, command: str) -> Iterator[Violation]:

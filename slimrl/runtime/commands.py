@@ -144,6 +144,7 @@ def _train(
                 with_teacher=task is not None,
                 with_past=task is not None,
                 with_critic=task is not None,
+                with_spares=True,
                 total_updates=total_updates,
                 checkpoint=checkpoint,
                 ray_address=ray_address,

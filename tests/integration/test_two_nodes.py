@@ -137,8 +137,9 @@ def test_ranks_of_a_lost_node_start_on_a_spare_one_and_the_run_goes_on(workspace
     nodes = start_nodes(1, 1, 1, 1)
     folder = workspace.run_folder("spare")
     more = overrides(
-        workspace, "spare", "steps=5", "resync.transport=p2p", "rollout.num_engines=1", "checkpoint.every_steps=1"
-    )
+        workspace, "spare", "steps=5", "resync.transport=p2p", "rollout.num_engines=1", "checkpoint.every_steps=1",
+        "trainer.spare_nodes=1",
+    )  # fmt: skip
     run = CliRun(["train", GSPO, *more, "--ray-address", nodes.address])
     try:
         run.wait_until(lambda: num_logged_steps(folder) >= 3, RUN_S)
@@ -149,6 +150,10 @@ def test_ranks_of_a_lost_node_start_on_a_spare_one_and_the_run_goes_on(workspace
     finally:
         run.close()
     assert re.search(r"warning: trainer [01]: its node \S+ was lost during .*; the trainer is started anew", run.stdout)
+    log = folder.log_file("driver").read_text()
+    (spare,) = re.findall(r"spare_nodes: (\S+) is kept free", log)
+    assert re.findall(r"ranks of \S+ start on (\S+)", log) == [spare]
+    assert spare not in nodes_of_slots(folder)[:3]
     assert run.stdout.count("the trainer has started again after") == 1
     lines = read_metrics(folder.metrics)
     assert [line["step"] for line in lines] == list(range(6))

@@ -151,6 +151,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "world_size": plan.planned.recipe.trainer.num_ranks,
         "gpus": plan.cluster.gpus,
         "nodes": plan.cluster.num_nodes,
+        "spare_nodes": plan.planned.recipe.trainer.spare_nodes,
         "layout": asdict(plan.planned.recipe.trainer.parallel),
         "parameters": {
             "total": known.parameters.total,

@@ -74,8 +74,9 @@ def _print_world(console: Console, plan: Plan) -> None:
     dense, experts = data_parallel_sizes(parallel, trainer.num_ranks)
     cluster = plan.cluster
     console.print(f"model: {plan.planned.model}")
+    spares = f" and {counted(trainer.spare_nodes, 'node')} in reserve" if trainer.spare_nodes else ""
     console.print(
-        f"world: {trainer.num_ranks} trainer ranks, {cluster.gpus} GPUs, {counted(cluster.num_nodes, 'node')}"
+        f"world: {trainer.num_ranks} trainer ranks, {cluster.gpus} GPUs, {counted(cluster.num_nodes, 'node')}{spares}"
     )
     console.print(
         f"groups: tensor {parallel.tensor}, context {parallel.context}, data {dense // parallel.context}, "

@@ -28,10 +28,11 @@ from slimrl.runtime.cluster.calls import Calls
 from slimrl.runtime.cluster.engine_actor import EngineAddress
 from slimrl.runtime.cluster.node_memory import Fetched
 from slimrl.runtime.cluster.node_processes import NodeProcess, end_processes
-from slimrl.runtime.cluster.placement import Node
+from slimrl.runtime.cluster.placement import Node, Slot
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.rank_watch import RankWatch
 from slimrl.runtime.cluster.reservation import Reservation, Room, is_alive
+from slimrl.runtime.cluster.spare_nodes import SpareNodes
 from slimrl.runtime.cluster.trainer_actor import RemoteTrainer, TrainerActor
 
 TRAINER, CRITIC = "trainer", "critic"
@@ -101,14 +102,16 @@ class TrainerGroup:
         role: str = TRAINER,
         *,
         total_updates: int,
+        spares: SpareNodes | None = None,
     ) -> None:
         """Start the processes; `start` waits for them.
 
         Args:
+            spares: nodes for the ranks of one that is lost.
             role: TRAINER; or CRITIC, and the recipe is the critic's (`critic_recipe`).
         """
         self._recipe, self._folder, self._progress, self.role = recipe, folder, progress, role
-        self._total_updates = total_updates
+        self._total_updates, self._spares = total_updates, spares
         self._actors: ActorGroup[TrainerActor] = ActorGroup()
         placed = places.placement.critics if role == CRITIC else places.placement.ranks
         self._sites = [(slot, places) for slot in placed]
@@ -200,14 +203,17 @@ class TrainerGroup:
     def _leave_lost_nodes(self) -> None:
         counts = Counter(self.nodes)
         for node in [node for node in counts if not is_alive(node)]:
-            found = self._find_room(node, counts[node], self._sites[self.nodes.index(node)][1].resource)
-            slots = iter(found.placement.slots)
+            found = None if self._spares is None else self._spares.take(counts[node])
+            if found is None:
+                found = self._find_room(node, counts[node], self._sites[self.nodes.index(node)][1].resource)
+            slots, places_there = iter(found[0]), found[1]
+            log.info("ranks of %s start on %s", node.name, found[0][0].node.name)
             self._sites = [
-                (next(slots), found) if slot.node == node else (slot, places) for slot, places in self._sites
+                (next(slots), places_there) if slot.node == node else (slot, places) for slot, places in self._sites
             ]
 
-    def _find_room(self, lost: Node, num_slots: int, resource: str) -> Reservation:
-        """Slots on another node, as many as ranks were on the lost one."""
+    def _find_room(self, lost: Node, num_slots: int, resource: str) -> tuple[Sequence[Slot], Reservation]:
+        """Slots on another node, as many as ranks were on the lost one, and their reservation."""
         room, deadline = Room(num_slots, resource), time.monotonic() + self._recipe.trainer.startup_timeout_s
         with self._progress.stage(f"node {lost.name} is lost: waiting for another with {num_slots} {resource}s"):
             while (found := room.find()) is None:
@@ -218,8 +224,7 @@ class TrainerGroup:
                         f"ranks within {waited}. Give the job a node more than it needs."
                     )
                 time.sleep(ROOM_POLL_S)
-        log.info("ranks of %s start on %s", lost.name, found.placement.slots[0].node.name)
-        return found
+        return found.placement.slots, found
 
     @property
     def layout(self) -> Layout:
