@@ -229,7 +229,7 @@ def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeyp
     loaded.trainer.spare_nodes = 2
     assert invoke("launch", "slurm", "r.yaml", "--nodes", 1, "--spare-nodes", 2, "--dry-run").exit_code == 0
     spared = submit.SlurmJob(nodes=1, name="demo", spare_nodes=2)
-    assert written[2] == ((Path("r.yaml"), ["trainer.spare_nodes=2"], spared), {})
+    assert written[2] == ((Path("r.yaml"), ["trainer.spare_nodes=2"], replace(spared, sft=True)), {})
 
 
 def test_recipes_and_settings_of_a_check_are_told_apart(told):

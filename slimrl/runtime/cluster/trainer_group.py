@@ -203,16 +203,16 @@ class TrainerGroup:
     def _leave_lost_nodes(self) -> None:
         counts = Counter(self.nodes)
         for node in [node for node in counts if not is_alive(node)]:
-            found = None if self._spares is None else self._spares.take(counts[node])
-            if found is None:
-                found = self._find_room(node, counts[node], self._sites[self.nodes.index(node)][1].resource)
-            slots, places_there = iter(found[0]), found[1]
-            log.info("ranks of %s start on %s", node.name, found[0][0].node.name)
+            spare = None if self._spares is None else self._spares.take(counts[node])
+            resource = self._sites[self.nodes.index(node)][1].resource
+            found, places_there = spare or self._find_room(node, counts[node], resource)
+            log.info("ranks of %s start on %s", node.name, found[0].node.name)
+            slots = iter(found)
             self._sites = [
                 (next(slots), places_there) if slot.node == node else (slot, places) for slot, places in self._sites
             ]
 
-    def _find_room(self, lost: Node, num_slots: int, resource: str) -> tuple[Sequence[Slot], Reservation]:
+    def _find_room(self, lost: Node, num_slots: int, resource: str) -> tuple[list[Slot], Reservation]:
         """Slots on another node, as many as ranks were on the lost one, and their reservation."""
         room, deadline = Room(num_slots, resource), time.monotonic() + self._recipe.trainer.startup_timeout_s
         with self._progress.stage(f"node {lost.name} is lost: waiting for another with {num_slots} {resource}s"):
@@ -224,7 +224,7 @@ class TrainerGroup:
                         f"ranks within {waited}. Give the job a node more than it needs."
                     )
                 time.sleep(ROOM_POLL_S)
-        return found.placement.slots, found
+        return list(found.placement.slots), found
 
     @property
     def layout(self) -> Layout:
