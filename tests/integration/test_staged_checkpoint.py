@@ -1,5 +1,6 @@
 """A checkpoint that is written beside the training has the values of its begin, whatever changes meanwhile."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 from trainer_cases import trainer_config
 
+from slimrl.checkpoints.digests import FileDigest
 from slimrl.trainer.build import unwrap
 from slimrl.trainer.offload import weight_tensors
 from slimrl.trainer.worker import TrainerWorker
@@ -44,3 +46,39 @@ def test_what_is_written_is_what_there_was_at_the_begin(ranks: int, settings: di
         assert waited == beside
         assert waited
         assert num_buffers
+
+
+def digests_of_two(rank: int, world_size: int, port: int, hf: Path, out: Path):
+    """Checksums of a checkpoint that was waited for, and of two that were written at a time, each by its own thread."""
+    worker = TrainerWorker(
+        trainer_config(world_size), hf, seed=0, rank=rank, world_size=world_size,
+        meeting=f"tcp://127.0.0.1:{port}", total_updates=10,
+    )  # fmt: skip
+    worker.load_hf()
+    waited = worker.save_checkpoint(out / "waited")
+    # Folders of two nodes: each rank makes its own.
+    writings = [
+        worker.begin_checkpoint(out / "disk"),
+        worker.begin_checkpoint(out / f"memory_{rank}", leads=True),
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        for written in [threads.submit(writing.write) for writing in writings]:
+            written.result()
+    # Not in the order of their begin.
+    memory, disk = (writing.finish() for writing in reversed(writings))
+    worker.close()
+    return waited, disk, memory, sorted(path.name for path in (out / f"memory_{rank}").rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_on_the_disk_and_one_in_memory_are_written_at_a_time(ranks: int, tmp_path: Path):
+    write_toy("qwen3_moe", tmp_path / "hf", ToySize(layers=2, hidden=64, moe_intermediate=64), 0)
+    found = run_ranks(digests_of_two, ranks, tmp_path / "hf", tmp_path, timeout_s=200)
+    for waited, disk, memory, names in found:
+        assert shards(waited) == shards(disk) == shards(memory)
+        assert names == sorted(Path(name).name for name in memory)
+    assert any(shards(waited) for waited, *_ in found)
+
+
+def shards(digests: dict[str, FileDigest]) -> dict[str, FileDigest]:
+    return {name: digest for name, digest in digests.items() if name.endswith(".distcp")}
