@@ -1,7 +1,7 @@
 """Checkpoints in the memory of the nodes that have ranks (`checkpoint.in_memory_every_steps`).
 
-1. They are like those on the disk, with the same files and checksums, in a folder of /dev/shm of each node
-   (cluster/memory_nodes.py). The driver's has the state of the run.
+1. They are like those on the disk, with checksums, in a folder of /dev/shm of each node (cluster/memory_nodes.py). The
+   driver's has the state of the run. Since only this layout loads them, no rank gathers the optimizer's states.
 2. The newest one is kept, and until it is whole and copied the one before.
 3. A copy that cannot be made, for example for want of room, does not end the run: it goes on with the one before.
 4. The folders are removed with the run, by a janitor if the run is killed.
@@ -58,6 +58,9 @@ class MemoryFolder(CheckpointFolder):
         if not folder.is_relative_to(self.path):
             return folder.absolute()
         return self.nodes.on(node) / folder.relative_to(self.path)
+
+    def is_of_one_layout(self, folder: Path) -> bool:
+        return folder.is_relative_to(self.path)
 
     def fetched(self, node: Node, folder: Path) -> Fetched | None:
         """What brings the files of a part of `newest` to a node; None if they are there or on a disk."""

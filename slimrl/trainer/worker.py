@@ -135,10 +135,19 @@ class TrainerWorker:
             directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path
         )
 
-    def begin_checkpoint(self, directory: Path, *, leads: bool | None = None) -> CheckpointWriting:
+    def begin_checkpoint(
+        self, directory: Path, *, leads: bool | None = None, same_layout: bool = False
+    ) -> CheckpointWriting:
         """Begin a checkpoint whose `write` may run beside the training; see checkpoint.begin."""
         writing = checkpoint.begin(
-            directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path, leads=leads
+            directory,
+            self.chunks,
+            self.optimizer,
+            self.layout,
+            self._architecture(),
+            self.model_path,
+            leads=leads,
+            same_layout=same_layout,
         )
         # Such as the biases of routers, which change beside the optimizer.
         buffers = [buffer for chunk in self.chunks for buffer in unwrap(chunk).buffers()]

@@ -257,12 +257,14 @@ def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = Non
             parts={"weights": 2 * GIB, "optimizer": 3 * GIB, "logits": 0},
             host=3 * host,
             saving=GIB,
+            copying=GIB,
             held={"train": ("weights", "optimizer", "logits")},
         ),
         StageMemory(
             parts={"weights": 2 * GIB, "optimizer": 4 * GIB, "logits": GIB},
             host=host,
             saving=4 * GIB,
+            copying=GIB,
             held={"train": ("weights", "optimizer", "logits"), "save": ("weights", "optimizer")},
         ),
     ]

@@ -299,7 +299,7 @@ def test_folders_reach_the_ranks_as_absolute_paths_and_the_checksums_of_all_rank
     assert {name: digest.bytes for name, digest in digests.items()} == {f"__{rank}_0.distcp": rank for rank in range(4)}
     group.export_hf(Path("runs/export"))
     for method, path, *more in (
-        ("begin_checkpoint", "runs/trainer", [True, False, False, False]),
+        ("begin_checkpoint", "runs/trainer", [True, False, False, False], [False] * 4),
         ("finish_checkpoint", "runs/trainer"),
         ("export_hf", "runs/export"),
     ):

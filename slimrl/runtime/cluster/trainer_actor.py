@@ -141,13 +141,14 @@ class TrainerActor(RankBatches):
         """Load a checkpoint; `fetch` brings the files that this node lacks, or None if it has all."""
         self.worker.load_checkpoint(directory, fetch)
 
-    def begin_checkpoint(self, directory: Path, leads: bool) -> None:
+    def begin_checkpoint(self, directory: Path, leads: bool, same_layout: bool) -> None:
         """Copy what a checkpoint has of this rank into host memory, and write it beside what comes.
 
         Args:
             leads: whether this rank, of those that write into this folder, makes it.
+            same_layout: see checkpoint.begin.
         """
-        writing = self.worker.begin_checkpoint(directory, leads=leads)
+        writing = self.worker.begin_checkpoint(directory, leads=leads, same_layout=same_layout)
         self._checkpoints[directory] = writing, self._writers.submit(writing.write)
 
     @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]

@@ -73,6 +73,9 @@ class NodeFolders(Protocol):
     def on(self, node: Node, folder: Path) -> Path:
         """The absolute path of a folder on a node."""
 
+    def is_of_one_layout(self, folder: Path) -> bool:
+        """Whether checkpoints there are for this layout alone."""
+
     def fetched(self, node: Node, folder: Path) -> Fetched | None:
         """What brings the files of a folder to a node that may lack some of them."""
 
@@ -82,6 +85,9 @@ class SharedFolders:
 
     def on(self, node: Node, folder: Path) -> Path:
         return folder.absolute()
+
+    def is_of_one_layout(self, folder: Path) -> bool:
+        return False
 
     def fetched(self, node: Node, folder: Path) -> None:
         return None
@@ -283,9 +289,9 @@ class TrainerGroup:
 
     def begin_checkpoint(self, directory: Path) -> None:
         """Begin a checkpoint of the present weights and optimizer's state; the ranks write it beside what comes."""
-        paths = self._paths(directory)
-        firsts = [path not in paths[:rank] for rank, path in enumerate(paths)]
-        self._finish(self._each(TrainerActor.begin_checkpoint, list(zip(paths, firsts, strict=True))))
+        paths, same_layout = self._paths(directory), self.folders.is_of_one_layout(directory)
+        given = [(path, path not in paths[:rank], same_layout) for rank, path in enumerate(paths)]
+        self._finish(self._each(TrainerActor.begin_checkpoint, given))
 
     def has_written(self, directory: Path) -> bool:
         """Whether the ranks have written their files of the checkpoint, so that `finish_checkpoint` does not wait."""
