@@ -1,7 +1,8 @@
-"""Seconds that training waits for a checkpoint: written at once, and beside the training.
+"""Seconds that training waits for a checkpoint: written at once, beside the training, and in memory.
 
 A rank on this machine's CPU holds a random model and its optimizer's state. In turn, it writes a checkpoint and waits
-until it is complete, and it copies what is to be written and completes the checkpoint when a thread has written it.
+until it is complete, and it copies what is to be written and completes the checkpoint when a thread has written it, on
+the disk and in /dev/shm, which has copies in memory.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from slimrl.config.schema.precision import Precision
 from slimrl.config.schema.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 from slimrl.toys.sized_toy import sized_config, write_sized_toy
 from slimrl.trainer.worker import TrainerWorker
 
@@ -58,19 +60,23 @@ def beside(worker: TrainerWorker, folder: Path, thread: ThreadPoolExecutor) -> d
     return {"held_s": held_s + end_s - written_s, "complete_s": end_s - start_s}
 
 
-def measure(nbytes: float, repeats: int, folder: Path) -> dict[str, float]:
-    """Medians, and the bytes of a checkpoint."""
+def measure(nbytes: float, repeats: int, folder: Path, memory: Path) -> dict[str, float]:
+    """Medians, and the bytes of a checkpoint.
+
+    Args:
+        memory: a folder in memory.
+    """
     worker = start(folder, nbytes)
-    found: dict[str, list[dict[str, float]]] = {"waited": [], "beside": []}
+    found: dict[str, list[dict[str, float]]] = {"waited": [], "beside": [], "memory": []}
     size = 0
     with ThreadPoolExecutor(1) as thread:
         for number in range(repeats + 1):
             for name in found:
-                saved = folder / f"{name}_{number}"
+                saved = (memory if name == "memory" else folder) / f"{name}_{number}"
                 taken = waited(worker, saved) if name == "waited" else beside(worker, saved, thread)
                 size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
                 shutil.rmtree(saved)
-                # The first pair makes the optimizer's state and fills caches.
+                # The first of each makes the optimizer's state and fills caches.
                 if number:
                     found[name].append(taken)
     worker.close()
@@ -89,11 +95,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; a temporary folder")
     parser.add_argument("--json", type=Path, help="the figures")
     arguments = parser.parse_args()
-    table = make_table("seconds", ("checkpoint", "waited for", "held up beside", "ratio", "complete beside"))
+    timed = ("waited for", "held up beside", "ratio", "complete beside", "held up in memory", "complete in memory")
+    table = make_table("seconds", ("checkpoint", *timed))
     results = []
     for gigabytes in arguments.gigabytes:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            result = measure(gigabytes * 1e9, arguments.repeats, Path(folder))
+        with (
+            tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
+            tempfile.TemporaryDirectory(dir=SHARED_MEMORY_DIR) as memory,
+        ):
+            result = measure(gigabytes * 1e9, arguments.repeats, Path(folder), Path(memory))
         results.append(result)
         table.add_row(
             f"{result['bytes'] / 1e9:.2f} GB",
@@ -101,6 +111,8 @@ def main() -> None:
             f"{result['beside_held_s']:.2f}",
             f"{result['ratio']:.2f}",
             f"{result['beside_complete_s']:.2f}",
+            f"{result['memory_held_s']:.2f}",
+            f"{result['memory_complete_s']:.2f}",
         )
     Console().print(table)
     write_figures(arguments.json, {"checkpoints": results})

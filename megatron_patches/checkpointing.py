@@ -19,12 +19,11 @@ def keep_results_in_process() -> None:
 
     That process is spawned, so it imports `__main__` again, which costs seconds per save and runs a script without a
     main guard twice; and it outlives a killed trainer. slimrl writes in a thread of the rank, so a queue within the
-    process is enough.
+    process is enough: one for each checkpoint, since two may be written at a time.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    results: queue.Queue = queue.Queue()
-    patch_attr(filesystem_async, "get_write_results_queue", lambda mp_mode="spawn": results)
+    patch_attr(filesystem_async, "get_write_results_queue", lambda mp_mode="spawn": queue.Queue())
 
 
 def copy_views_one_at_a_time() -> None:

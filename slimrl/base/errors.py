@@ -32,6 +32,10 @@ class PeerLost(StageError):
     """A collective failed for want of another member, and no member says of itself that it has ended."""
 
 
+class NotWritten(StageError):
+    """Files of a checkpoint could not be written, which all ranks know of."""
+
+
 class TrainerLost(StageError):
     """A rank of the trainer, or of its critic, has ended or hangs, with its weights and the optimizer's state."""
 

@@ -15,6 +15,10 @@ def slurm(
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Nodes that the run uses.")] = ...,  # type: ignore[assignment]
     spares: Annotated[int, typer.Option(help="Further nodes to request, which replace nodes that fail a check.")] = 0,
+    spare_nodes: Annotated[
+        int | None,
+        typer.Option(help="Further nodes to request for the run to keep free; by default trainer.spare_nodes."),
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="0 for nodes without GPUs.")] = 8,
     partition: Annotated[str | None, typer.Option(help="SLURM partition; by default the cluster's.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM account; by default yours.")] = None,
@@ -55,6 +59,7 @@ def slurm(
     from slimrl.launch.job_check import check_job
     from slimrl.launch.submit import SlurmJob, job_name, job_script, submit
 
+    given = [*(overrides or []), *([] if spare_nodes is None else [f"trainer.spare_nodes={spare_nodes}"])]
     job = SlurmJob(
         nodes=nodes,
         spares=spares,
@@ -73,14 +78,15 @@ def slurm(
         allreduce_timeout_s=allreduce_timeout_s,
         signal_s=signal_s,
         sbatch=tuple(sbatch or ()),
-        sft=intended_command(recipe, overrides or []) == "sft",
+        sft=intended_command(recipe, given) == "sft",
         resume=resume,
         overwrite=overwrite,
     )
-    for note in check_job(recipe, overrides or [], job, files=not dry_run):
+    for note in check_job(recipe, given, job, files=not dry_run):
         typer.echo(visible(str(note)), err=True)
-    job = replace(job, name=load_recipe(recipe, overrides or [], "sft" if job.sft else "train").recipe.run.name)
-    script = job_script(recipe, overrides or [], job)
+    loaded = load_recipe(recipe, given, "sft" if job.sft else "train").recipe
+    job = replace(job, name=loaded.run.name, spare_nodes=loaded.trainer.spare_nodes)
+    script = job_script(recipe, given, job)
     if dry_run:
         typer.echo(script, nl=False)
         return

@@ -30,6 +30,7 @@ from slimrl.config.lora_rules import lora_model_violations, lora_model_warnings,
 from slimrl.config.model_rules import model_violations, model_warnings
 from slimrl.config.past_versions import past_violations
 from slimrl.config.problems import Problem, Violation
+from slimrl.config.restart_rules import copy_violations, spare_violations
 from slimrl.config.reward_rules import reward_violations
 from slimrl.config.rollout_rules import (
     colocation_violations,
@@ -104,6 +105,7 @@ def check_recipe(
         warnings += warmup_warnings(recipe, command)
     if command in ("train", "train --trajectories", "sft"):
         violations += stop_violations(recipe, command)
+        violations += [*copy_violations(recipe, command), *spare_violations(recipe, command)]
     if command == "train":
         violations += [*draft_violations(recipe), *mode_violations(recipe), *past_violations(recipe, hf_config)]
         warnings += mode_warnings(recipe)

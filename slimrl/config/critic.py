@@ -56,6 +56,8 @@ def critic_violations(recipe: Recipe) -> Iterator[Violation]:
     if critic.trainer.updates_per_rollout != updates:
         message = f"the critic learns from the policy's updates, trainer.updates_per_rollout {updates}. Leave it out."
         yield "critic.trainer.updates_per_rollout", message
+    if critic.trainer.spare_nodes != recipe.trainer.spare_nodes:
+        yield "critic.trainer.spare_nodes", "the critic shares trainer.spare_nodes. Leave it out."
 
 
 def with_critic(rule: Callable[[Recipe], Iterable[Violation]], recipe: Recipe, command: str) -> list[Violation]:

@@ -15,6 +15,7 @@ from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
 from slimrl.launch.submit import nodes_needed, process_counts
 from slimrl.runtime.cluster.placement import Node, place
+from slimrl.runtime.cluster.spare_nodes import split_spares
 
 
 def main() -> None:
@@ -53,11 +54,13 @@ def idle_nodes(path: Path, overrides: Sequence[str], slots: dict[str, int], *, s
     recipe = loaded.recipe
     nodes = [Node(node_id=name, name=name, address=name, slots=number) for name, number in slots.items()]
     try:
+        nodes, spares = split_spares(nodes, recipe.trainer.spare_nodes)
         placement = place(recipe, nodes, **process_counts(recipe, sft=sft), unit=unit)
     except StageError as error:
         size = min(slots.values())
-        raise StageError(f"{error}. Nodes of {size} {unit} needed: {nodes_needed(recipe, size, sft=sft)}.") from error
-    used = {slot.node.name for slot in placement.slots}
+        needed = nodes_needed(recipe, size, sft=sft) + recipe.trainer.spare_nodes
+        raise StageError(f"{error}. Nodes of {size} {unit} needed: {needed}.") from error
+    used = {slot.node.name for slot in placement.slots} | {node.name for node in spares}
     return [name for name in slots if name not in used]
 
 

@@ -42,6 +42,8 @@ class SlurmJob:
     nodes: int
     """Number of nodes without spares"""
     spares: int = 0
+    spare_nodes: int = 0
+    """Number of nodes that the recipe keeps free"""
     gpus_per_node: int = 8
     partition: str | None = None
     account: str | None = None
@@ -116,7 +118,7 @@ def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
     """sbatch options with values; None leaves one to SLURM."""
     return {
         "job-name": f"slimrl-{job_name(path, job)}",
-        "nodes": job.nodes + job.spares,
+        "nodes": job.nodes + job.spare_nodes + job.spares,
         "ntasks-per-node": 1,
         "gpus-per-node": job.gpus_per_node or None,
         "partition": job.partition,

@@ -21,10 +21,10 @@ class CheckpointPart(Protocol):
     def begin_checkpoint(self, directory: Path) -> None:
         """Begin to write a folder that does not exist yet; later changes are not in it."""
 
-    def has_written(self) -> bool:
+    def has_written(self, directory: Path) -> bool:
         """Whether `finish_checkpoint` has nothing to wait for."""
 
-    def finish_checkpoint(self) -> Mapping[str, FileDigest]:
+    def finish_checkpoint(self, directory: Path) -> Mapping[str, FileDigest]:
         """Wait until it is complete; checksums of its files by their names."""
 
 
@@ -41,10 +41,10 @@ class WrittenAtOnce:
     def begin_checkpoint(self, directory: Path) -> None:
         self._digests = self._write(directory)
 
-    def has_written(self) -> bool:
+    def has_written(self, directory: Path) -> bool:
         return True
 
-    def finish_checkpoint(self) -> Mapping[str, FileDigest]:
+    def finish_checkpoint(self, directory: Path) -> Mapping[str, FileDigest]:
         return self._digests
 
 
@@ -62,6 +62,10 @@ class CheckpointWriter:
         """State of the checkpoint that is being written"""
         self._partial = Path()
         self._parts: Mapping[str, CheckpointPart] = {}
+
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
 
     @property
     def pending(self) -> RunState | None:
@@ -87,7 +91,9 @@ class CheckpointWriter:
 
     def look(self) -> None:
         """Complete the checkpoint if its files are written."""
-        if self._state is not None and all(part.has_written() for part in self._parts.values()):
+        if self._state is not None and all(
+            part.has_written(self._partial / name) for name, part in self._parts.items()
+        ):
             self.finish()
 
     def finish(self) -> None:
@@ -98,9 +104,12 @@ class CheckpointWriter:
             files = {
                 f"{name}/{file}": digest
                 for name, part in self._parts.items()
-                for file, digest in part.finish_checkpoint().items()
+                for file, digest in part.finish_checkpoint(self._partial / name).items()
             }
             self._folder.finish(self._partial, state, files)
+        if self._state is None:
+            # The folder's own account of the failure is enough.
+            return
         self._state = None
         self._folder.prune(self._settings.keep, self._settings.keep_every_steps)
         self._completed(state.step)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,7 @@ from slimrl.runtime.left_out import LeftOut
 from slimrl.runtime.loop import train as train_loop
 from slimrl.runtime.loop import train_on_conversations as sft_loop
 from slimrl.runtime.loop import train_on_file as train_on_file_loop
+from slimrl.runtime.memory_folder import MemoryFolder, newest_copy
 from slimrl.runtime.preemption import Preemption, preemption_by_signal, raise_preempted
 from slimrl.runtime.run import Run
 from slimrl.runtime.sft import Example, read_examples
@@ -136,6 +137,7 @@ def _train(
             _recorder(folder, profiled, recipe.tracking, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state, progress) as trackers,
+            _memory_folder(recipe, progress) as memory,
             started(
                 recipe,
                 folder,
@@ -144,6 +146,7 @@ def _train(
                 with_teacher=task is not None,
                 with_past=task is not None,
                 with_critic=task is not None,
+                with_spares=True,
                 total_updates=total_updates,
                 checkpoint=checkpoint,
                 ray_address=ray_address,
@@ -168,6 +171,7 @@ def _train(
                         preemption=preemption,
                         data=data,
                         recorder=recorder,
+                        memory_folder=memory,
                         summary_every_steps=recipe.sft.summary_every_steps,
                     )
                     return run, partial(sft_loop, run, data)
@@ -188,6 +192,7 @@ def _train(
                     state=state,
                     data=data,
                     recorder=recorder,
+                    memory_folder=memory,
                     preemption=preemption,
                 )
 
@@ -198,8 +203,10 @@ def _train(
                 return train_run, loop
 
             def rewind() -> tuple[Path | None, RunState]:
-                """Go back to the newest checkpoint."""
-                found = _resume_point(folder, recipe, progress)
+                """Go back to the newest checkpoint, or to the copy in memory if that is newer."""
+                found = newest_copy(memory, folder, progress.say) or _resume_point(folder, recipe, progress)
+                if memory is not None:
+                    memory.forget_after(found[1].step)
                 trackers.rewind(_kept_step(*found))
                 return found
 
@@ -208,6 +215,8 @@ def _train(
             )
             with nullcontext() if task is None else rollout_stage(loaded, task, processes, progress) as stage:
                 state = restarts.go_on(partial(begin, stage), checkpoint, state)
+            if memory is not None:
+                memory.nodes.remove()
         raise_preempted(folder, state.step, recipe.steps)
 
 
@@ -399,6 +408,12 @@ def _sampler[T: Prompt | Example](
         paths = ", ".join(recipe.data.train_files.values())
         raise ValueError(f"data.train = {paths}: {error}") from error
     return sampler
+
+
+def _memory_folder(recipe: Recipe, progress: Progress) -> AbstractContextManager[MemoryFolder | None]:
+    if not recipe.checkpoint.in_memory_every_steps:
+        return nullcontext()
+    return MemoryFolder(progress.say, recipe.trainer.timeout_s)
 
 
 @contextmanager

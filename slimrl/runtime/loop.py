@@ -44,6 +44,8 @@ def train(run: TrainRun) -> None:
                 run.resync(step)
         if run.checkpoint_is_due():
             run.save_checkpoint()
+        elif run.copy_is_due():
+            run.save_copy()
         if run.export_is_due():
             run.export_step()
         if run.evaluation_is_due():
@@ -74,6 +76,8 @@ def train_on_conversations(run: Run, examples: DataOrder[Example]) -> None:
             update(step, examples.take(run.recipe.sft.batch_conversations), run)
         if run.checkpoint_is_due():
             run.save_checkpoint()
+        elif run.copy_is_due():
+            run.save_copy()
         if run.export_is_due():
             run.export_step()
     run.finish()

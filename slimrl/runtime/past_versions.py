@@ -14,6 +14,7 @@ import logging
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from slimrl.base.errors import RunError
@@ -65,15 +66,15 @@ class PastVersions:
         trainers: TrainerGroup,
         engines: EngineGroup,
         folder: Path,
-        saved: Path,
-        pending: Callable[[], RunState | None] = lambda: None,
+        saved: Sequence[Path],
+        pending: Callable[[], Sequence[RunState]] = lambda: (),
     ) -> None:
         """
         Args:
             engines: those of older versions.
             folder: of the versions.
-            saved: folder of the run's checkpoints.
-            pending: gives the state of the checkpoint that is being written.
+            saved: folders of the run's checkpoints.
+            pending: gives the states of the checkpoints that are being written.
         """
         self._settings: PastVersionsConfig = recipe.agent.past_versions
         self._seed, self._state, self._trainers, self._engines = recipe.seed, state, trainers, engines
@@ -119,9 +120,9 @@ class PastVersions:
     def clean(self) -> None:
         """Remove the folders of versions that neither the run nor one of its checkpoints draws from."""
         needed = {*self._state.past_versions}
-        if (pending := self._pending()) is not None:
+        for pending in self._pending():
             needed |= pending.past_versions.keys()
-        for checkpoint in self._saved.glob("step_*"):
+        for checkpoint in chain.from_iterable(saved.glob("step_*") for saved in self._saved):
             try:
                 needed |= read_state(checkpoint)[0].past_versions.keys()
             except ValueError as error:

@@ -1,7 +1,7 @@
 """What all training runs share: numbered steps, their metrics, checkpoints, the final export."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 from slimrl.base.errors import RunError, StepDropped
 from slimrl.config.schema.recipe import Recipe
+from slimrl.config.schema.run import CheckpointConfig
 from slimrl.data.mixture import DataOrder
 from slimrl.observability.expert_load import write_expert_load
 from slimrl.observability.profiling.recorder import Recorder
@@ -17,6 +18,7 @@ from slimrl.observability.run_folder import RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.runtime.checkpoint_writer import CheckpointPart, CheckpointWriter
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.memory_folder import MemoryFolder
 from slimrl.runtime.preemption import Preemption
 from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.step_metrics import Step
@@ -43,14 +45,32 @@ class Run:
     critics: TrainerGroup | None = None
     recorder: Recorder | None = None
     """Recorder of a run that is profiled"""
+    memory_folder: MemoryFolder | None = None
+    """Folder of the copies in memory, if the run makes any"""
 
     def __post_init__(self) -> None:
         folder = CheckpointFolder(self.folder.checkpoints)
         self._checkpoints = CheckpointWriter(folder, self.recipe.checkpoint, self.folder.note_checkpoint)
+        self._copies = None
+        if self.memory_folder is not None:
+            newest = CheckpointConfig(keep=1)
+            self.memory_folder.nodes.use([node for group in self._groups for node in group.nodes])
+            for group in self._groups:
+                group.folders = self.memory_folder
+            self._copies = CheckpointWriter(self.memory_folder, newest, lambda step: log.info("copy of step %d", step))
 
     @property
     def should_continue(self) -> bool:
         return self.state.step < self.recipe.steps and not self.preemption.asked
+
+    @property
+    def _writers(self) -> list[CheckpointWriter]:
+        return [self._checkpoints] if self._copies is None else [self._checkpoints, self._copies]
+
+    def look_at_checkpoints(self) -> None:
+        """Complete the checkpoints whose files are written."""
+        for writer in self._writers:
+            writer.look()
 
     @contextmanager
     def next_step(self) -> Iterator[Step]:
@@ -59,7 +79,7 @@ class Run:
         Raises:
             RunError: the stop rule ends the run here; the step is complete and its checkpoint saved.
         """
-        self._checkpoints.look()
+        self.look_at_checkpoints()
         step = Step(self.state.step + 1, note=self.progress.part)
         recorded = nullcontext() if self.recorder is None else self.recorder.step(step.number, self.trainers)
         try:
@@ -93,9 +113,28 @@ class Run:
         return step == self.recipe.steps or self.preemption.asked or (every > 0 and step % every == 0)
 
     def save_checkpoint(self) -> None:
-        """Begin a checkpoint, which is written beside the next steps."""
+        """Begin a checkpoint, and a copy in memory if that is due too; they are written beside the next steps."""
+        self._save([*self._due_copies(), self._checkpoints])
+
+    def copy_is_due(self) -> bool:
+        """Whether a copy in memory is due, every `checkpoint.in_memory_every_steps`."""
+        return bool(self._due_copies())
+
+    def save_copy(self) -> None:
+        """Begin a copy in memory, which is written beside the next steps."""
+        self._save(self._due_copies())
+
+    def _due_copies(self) -> list[CheckpointWriter]:
+        copies, step = self._copies, self.state.step
+        # Nothing follows that could be lost.
+        if copies is None or not self.should_continue or step == 0 or copies.holds(step):
+            return []
+        return [] if step % self.recipe.checkpoint.in_memory_every_steps else [copies]
+
+    def _save(self, writers: Sequence[CheckpointWriter]) -> None:
         with self.progress.part("saving a checkpoint"):
-            self._checkpoints.begin(self.state, self._parts())
+            for writer in writers:
+                writer.begin(self.state, self._parts())
 
     def export_is_due(self) -> bool:
         """Whether the model of the last step is exported beside the one at the end."""
@@ -128,7 +167,8 @@ class Run:
         """End all ranks and what runs beside them; the run may go on after `restart_trainers` as another object."""
         for group in self._groups:
             group.end()
-        self._checkpoints.abandon()
+        for writer in self._writers:
+            writer.abandon()
 
     def restart_trainers(self, checkpoint: Path | None) -> None:
         """Start ranks in the place of those that have ended.
@@ -147,7 +187,8 @@ class Run:
         if self.checkpoint_is_due():
             # The preemption signal came after the last check of the loop.
             self.save_checkpoint()
-        self._checkpoints.finish()
+        for writer in self._writers:
+            writer.finish()
         if self.state.step >= self.recipe.steps:
             self._export()
 

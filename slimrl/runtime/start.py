@@ -42,6 +42,7 @@ from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.task.task import Task
 from slimrl.runtime.checks.fetched_model import fetch_model
 from slimrl.runtime.checks.folder_check import check_nodes
+from slimrl.runtime.checks.shared_memory_check import check_shared_memory
 from slimrl.runtime.checks.start_check import read_files
 from slimrl.runtime.checks.teacher_check import key_of_others
 from slimrl.runtime.cluster.ending import ChildProcesses, ending_on_signals, what_is_left
@@ -52,6 +53,7 @@ from slimrl.runtime.cluster.processes import Processes, start_processes
 from slimrl.runtime.cluster.ray_cluster import ray_cluster
 from slimrl.runtime.cluster.reservation import Reservation, cluster_nodes
 from slimrl.runtime.cluster.sandbox_nodes import NodeSandboxes
+from slimrl.runtime.cluster.spare_nodes import SpareNodes, check_spares, split_spares
 from slimrl.runtime.state import CheckpointFolder
 from slimrl.runtime.versions_folder import versions_folder
 
@@ -164,6 +166,7 @@ def started(
     with_teacher: bool = False,
     with_past: bool = False,
     with_critic: bool = False,
+    with_spares: bool = False,
     total_updates: int | None = None,
     checkpoint: Path | None = None,
     ray_address: str | None = None,
@@ -174,6 +177,7 @@ def started(
         with_teacher: also start the engines of the recipe's teacher, if it has any.
         with_past: also start the engines of older versions, if the recipe has any.
         with_critic: also start the ranks of the recipe's critic, if it has one.
+        with_spares: also keep nodes free as `trainer.spare_nodes` says.
         total_updates: optimizer updates of the run; None for a command without a trainer.
         checkpoint: the run's checkpoint that the trainer loads; None for the weights that the recipe names.
         ray_address: HOST:PORT of the Ray cluster to run on; None for a private one on this machine.
@@ -209,15 +213,31 @@ def started(
             ends.enter_context(ray_cluster(ray_address, num_slots=slots))
             take_over_signals()
             nodes, resource = cluster_nodes(private=ray_address is None)
-            placement = place_what_fits(recipe, nodes, **counts, unit=f"{resource}s")
+            unit = f"{resource}s"
+            nodes, kept = split_spares(nodes, recipe.trainer.spare_nodes if with_spares else 0)
+            try:
+                placement = place_what_fits(recipe, nodes, **counts, unit=unit)
+            except StageError as error:
+                free = ", ".join(node.name for node in kept)
+                raise (StageError(f"{error}; trainer.spare_nodes keeps free: {free}") if kept else error) from None
+            check_spares(kept, placement, unit)
             places = Reservation(placement, resource)
+            spares = SpareNodes(kept, resource)
             if ray_address is not None:
                 check_nodes(recipe, places)
+                check_shared_memory(recipe, placement)
         processes = Processes(engines=None, trainers=None)
         try:
             with progress.stage("starting processes"):
                 processes = start_processes(
-                    recipe, folder, progress, ends, places, total_updates=total_updates, checkpoint=checkpoint
+                    recipe,
+                    folder,
+                    progress,
+                    ends,
+                    places,
+                    total_updates=total_updates,
+                    checkpoint=checkpoint,
+                    spares=spares,
                 )
             log.info("process %d: driver", os.getpid())
             for role, pid in processes.roles:
@@ -265,6 +285,8 @@ def rollout_stage(loaded: LoadedRecipe, task: Task, processes: Processes, progre
 
     if recipe.agent.sandbox.all_nodes:
         nodes, _ = cluster_nodes(private=False)
+        if processes.spares is not None:
+            nodes = [node for node in nodes if node.node_id not in {spare.node_id for spare in processes.spares.nodes}]
         task.sandbox.use(NodeSandboxes(recipe.agent.sandbox, nodes), len(nodes))
 
     def watch() -> None:

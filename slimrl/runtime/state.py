@@ -142,43 +142,55 @@ class CheckpointFolder:
             file.write(json.dumps({**content, "xxh3_128": _digest(content)}, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        final = self.path / partial.name.removeprefix(_PARTIAL)
+        final = self.named(state.step)
         before = self.path / f"{_PARTIAL}before_{final.name}"
         if final.exists():
             final.rename(before)
         partial.rename(final)
         if before.exists():
-            self._remove(before)
+            self.remove(before)
         return final
 
     def prune(self, keep: int, every_steps: int = 0) -> None:
         """Remove all but the newest `keep` checkpoints, and those of steps that are multiples of `every_steps`."""
         for old in self.complete()[:-keep]:
-            if not every_steps or int(old.name.removeprefix("step_")) % every_steps:
-                self._remove(old)
+            if not every_steps or _step_of(old) % every_steps:
+                self.remove(old)
 
     def clean(self) -> None:
         """Remove incomplete checkpoints. No process may be writing one."""
         for partial in self.path.glob(f"{_PARTIAL}*"):
-            self._remove(partial)
+            self.remove(partial)
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of this step is complete."""
-        return (self.path / _STEP.format(step)).is_dir()
+        return self.named(step).is_dir()
+
+    def named(self, step: int) -> Path:
+        """The folder of the complete checkpoint of this step."""
+        return self.path / _STEP.format(step)
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, the oldest first."""
-        found = [(match, path) for path in self.path.glob("*") if (match := CHECKPOINT_NAME.fullmatch(path.name))]
-        return [path for _, path in sorted(found, key=lambda item: int(item[0][1]))]
+        return sorted((path for path in self.path.glob("*") if CHECKPOINT_NAME.fullmatch(path.name)), key=_step_of)
 
-    def _remove(self, folder: Path) -> None:
-        """Rename a complete one first: an interrupted removal would leave part of it under the final name."""
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, in ascending order."""
+        return [_step_of(path) for path in self.complete()]
+
+    def remove(self, folder: Path) -> None:
+        """Remove a checkpoint. A complete one is renamed first: an interrupted removal would leave part of it under the
+        final name."""
         try:
             if not folder.name.startswith(_PARTIAL):
                 folder = folder.rename(self.path / f"{_PARTIAL}{folder.name}")
             shutil.rmtree(folder)
         except OSError as error:
             log.warning("%s could not be removed; the next checkpoint tries again: %s", folder, error)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def read_state(checkpoint: Path) -> tuple[RunState, dict[str, FileDigest] | None]:

@@ -1,6 +1,6 @@
 """A run of `slimrl train`: it adds engines, rollouts, evaluations and the resync."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -31,7 +31,7 @@ from slimrl.rollout.statistics import rollout_metrics, source_metrics, teacher_m
 from slimrl.rollout.step_rollout import StepRollout
 from slimrl.rollout.task.task import Task
 from slimrl.runtime.background_evaluation import BackgroundEvaluation, Evaluated
-from slimrl.runtime.checkpoint_writer import CheckpointPart, WrittenAtOnce
+from slimrl.runtime.checkpoint_writer import CheckpointPart, CheckpointWriter, WrittenAtOnce
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.memory_phases import MemoryPhase, MemorySchedule
 from slimrl.runtime.learner import Learner
@@ -102,8 +102,8 @@ class TrainRun(Run):
                 self.trainers,
                 self.past_engines,
                 self.folder.past_versions,
-                self.folder.checkpoints,
-                lambda: self._checkpoints.pending,
+                [writer.folder for writer in self._writers],
+                lambda: [state for writer in self._writers if (state := writer.pending) is not None],
             )
         self._weights = WeightSync(self.recipe, self.state, self.trainers, self.engines, self._memory, self.progress)
 
@@ -211,7 +211,7 @@ class TrainRun(Run):
 
         Before, the step's trajectories are recorded, with what the updates found: their file is written beside.
         """
-        self._checkpoints.look()
+        self.look_at_checkpoints()
         self._recording.write_step()
         if self.recipe.rollout.mode is RolloutMode.one_step_off:
             with step.timed("drain"):
@@ -344,9 +344,9 @@ class TrainRun(Run):
             self._service.note_version(self.state.weight_version, updates)
             self._send_weights(None)
 
-    def save_checkpoint(self) -> None:
+    def _save(self, writers: Sequence[CheckpointWriter]) -> None:
         self._memory.enter(MemoryPhase.save)
-        super().save_checkpoint()
+        super()._save(writers)
         self._memory.enter(MemoryPhase.rollout)
         if self._past is not None:
             self._past.clean()

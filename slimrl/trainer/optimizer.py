@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
@@ -81,7 +82,8 @@ class Optimizer:
         grad_norm = float(self.megatron.get_grad_norm())
         self.mtp_grad_norm = self._mtp_grad_norm()
         finite = finite and math.isfinite(grad_norm) and math.isfinite(self.mtp_grad_norm)
-        if not _finite_everywhere(finite and not overflow):
+        # All must skip together, or the next collective hangs.
+        if not _everywhere(finite and not overflow):
             return math.inf if math.isfinite(grad_norm) else grad_norm
         return grad_norm
 
@@ -94,10 +96,24 @@ class Optimizer:
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 continue
             part.init_state_fn(part.optimizer, part.config)
-            if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-                for group in part.optimizer.param_groups:
-                    for parameter in group["params"]:
-                        part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
+        for part in self._torch_adams():
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
+
+    def is_on_all_ranks(self) -> bool:
+        """Whether every rank has states of each of its buckets, on its device; every rank calls it, and gets the same.
+
+        Megatron can neither save an empty bucket as it is, nor load an offloaded optimizer that was saved so.
+        """
+        return _everywhere(
+            all(
+                not isinstance(part.optimizer, HybridDeviceOptimizer)
+                and all(bucket["param_map"] for ranges in part.gbuf_ranges for of in ranges.values() for bucket in of)
+                for part in self._parts()
+                if isinstance(part, DistributedOptimizer)
+            )
+        )
 
     def tensors(self) -> Iterator[Tensor]:
         """The current parameters, which are main weights or views of the model's, and moments."""
@@ -114,7 +130,15 @@ class Optimizer:
         """
         for group in _saved_groups(saved):
             group["max_lr"], group["min_lr"] = self.scheduler.max_lr, self.scheduler.min_lr
-        self.megatron.load_state_dict(saved)
+        # Megatron loads states that each rank wrote as it had them (BY_RANK in checkpoint.py) into views of the weights,
+        # and leaves the steps of torch's Adam alone.
+        with torch.no_grad():
+            self.megatron.load_state_dict(saved)
+            for part in self._torch_adams():
+                for group in part.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if "step" in group:
+                            part.optimizer.state[parameter]["step"].fill_(group["step"])
         self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(schedule)
 
@@ -132,6 +156,10 @@ class Optimizer:
             for part in parts
         ]
         return math.hypot(*map(float, norms))
+
+    def _torch_adams(self) -> list[Any]:
+        """Megatron's optimizers that have torch's, with a step for each parameter."""
+        return [part for part in self._parts() if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)]
 
     def _parts(self) -> list[Any]:
         """Megatron's optimizers of dense and of expert parameters, without those that are empty on this rank."""
@@ -198,8 +226,8 @@ def _optimizer_config(trainer: TrainerConfig) -> OptimizerConfig:
     return OptimizerConfig(**{**ours, **fields_for(OptimizerConfig, trainer.megatron)})
 
 
-def _finite_everywhere(finite: bool) -> bool:
-    """Whether the gradients of all ranks are finite: all must skip together, or the next collective hangs."""
-    flag = torch.tensor([float(finite)], device=device.compute_device())
+def _everywhere(holds: bool) -> bool:
+    """Whether it holds on all ranks."""
+    flag = torch.tensor([float(holds)], device=device.compute_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())

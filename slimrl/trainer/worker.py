@@ -20,6 +20,7 @@ from slimrl.models.peft_config import peft_config
 from slimrl.trainer.build import build_model, unwrap
 from slimrl.trainer.checkpointing import checkpoint
 from slimrl.trainer.checkpointing.export import ExportedAdapters, export_hf
+from slimrl.trainer.checkpointing.fetching import Fetch, fetching
 from slimrl.trainer.checkpointing.writing import CheckpointWriting, storage_addresses
 from slimrl.trainer.determinism import make_deterministic
 from slimrl.trainer.layout.parallel import destroy_parallel, init_parallel
@@ -134,18 +135,33 @@ class TrainerWorker:
             directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path
         )
 
-    def begin_checkpoint(self, directory: Path) -> CheckpointWriting:
+    def begin_checkpoint(
+        self, directory: Path, *, leads: bool | None = None, same_layout: bool = False
+    ) -> CheckpointWriting:
         """Begin a checkpoint whose `write` may run beside the training; see checkpoint.begin."""
         writing = checkpoint.begin(
-            directory, self.chunks, self.optimizer, self.layout, self._architecture(), self.model_path
+            directory,
+            self.chunks,
+            self.optimizer,
+            self.layout,
+            self._architecture(),
+            self.model_path,
+            leads=leads,
+            same_layout=same_layout,
         )
         # Such as the biases of routers, which change beside the optimizer.
         buffers = [buffer for chunk in self.chunks for buffer in unwrap(chunk).buffers()]
         writing.stage(storage_addresses([*weight_tensors(self.chunks), *buffers, *self.optimizer.tensors()]))
         return writing
 
-    def load_checkpoint(self, directory: Path) -> None:
-        checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
+    def load_checkpoint(self, directory: Path, fetch: Fetch | None = None) -> None:
+        """Load a checkpoint; see checkpoint.load.
+
+        Args:
+            fetch: brings files of the folder before they are read.
+        """
+        with fetching(fetch):
+            checkpoint.load(directory, self.chunks, self.optimizer, self.layout, self._architecture(), seed=self.seed)
 
     def export_hf(self, directory: Path, seen: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Write the weights in `model_path`'s dtype, with its config and tokenizer.

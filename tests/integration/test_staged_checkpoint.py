@@ -1,5 +1,7 @@
 """A checkpoint that is written beside the training has the values of its begin, whatever changes meanwhile."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,18 @@ from ranks import run_ranks
 from slimrl_tools.toy.toy import ToySize, write_toy
 from trainer_cases import trainer_config
 
+from slimrl.checkpoints.digests import FileDigest
+from slimrl.config.schema.precision import Precision
+from slimrl.models.architecture import FACTS_FILE
 from slimrl.trainer.build import unwrap
+from slimrl.trainer.checkpointing.checkpoint import BY_RANK
 from slimrl.trainer.offload import weight_tensors
 from slimrl.trainer.worker import TrainerWorker
+
+ON_HOST = {
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True,
+    "use_precision_aware_optimizer": True,
+}  # fmt: skip
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -44,3 +55,93 @@ def test_what_is_written_is_what_there_was_at_the_begin(ranks: int, settings: di
         assert waited == beside
         assert waited
         assert num_buffers
+
+
+def digests_of_two(rank: int, world_size: int, port: int, hf: Path, out: Path):
+    """Checksums of a checkpoint that was waited for, and of two that were written at a time, each by its own thread."""
+    worker = TrainerWorker(
+        trainer_config(world_size), hf, seed=0, rank=rank, world_size=world_size,
+        meeting=f"tcp://127.0.0.1:{port}", total_updates=10,
+    )  # fmt: skip
+    worker.load_hf()
+    waited = worker.save_checkpoint(out / "waited")
+    # Folders of two nodes: each rank makes its own.
+    writings = [
+        worker.begin_checkpoint(out / "disk"),
+        worker.begin_checkpoint(out / f"memory_{rank}", leads=True),
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        for written in [threads.submit(writing.write) for writing in writings]:
+            written.result()
+    # Not in the order of their begin.
+    memory, disk = (writing.finish() for writing in reversed(writings))
+    worker.close()
+    return waited, disk, memory, sorted(path.name for path in (out / f"memory_{rank}").rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_on_the_disk_and_one_in_memory_are_written_at_a_time(ranks: int, tmp_path: Path):
+    write_toy("qwen3_moe", tmp_path / "hf", ToySize(layers=2, hidden=64, moe_intermediate=64), 0)
+    found = run_ranks(digests_of_two, ranks, tmp_path / "hf", tmp_path, timeout_s=200)
+    for waited, disk, memory, names in found:
+        assert shards(waited) == shards(disk) == shards(memory)
+        assert names == sorted(Path(name).name for name in memory)
+    assert any(shards(waited) for waited, *_ in found)
+
+
+def shards(digests: dict[str, FileDigest]) -> dict[str, FileDigest]:
+    return {name: digest for name, digest in digests.items() if name.endswith(".distcp")}
+
+
+def digests_through_memory(rank: int, world_size: int, port: int, hf: Path, out: Path, settings: dict):
+    """Checksums of what is saved after all was lost and loaded from the disk, and from memory; and the files and facts
+    of the latter."""
+    worker = TrainerWorker(
+        trainer_config(world_size, **settings), hf, seed=0, rank=rank, world_size=world_size,
+        meeting=f"tcp://127.0.0.1:{port}", total_updates=10,
+    )  # fmt: skip
+    worker.load_hf()
+    worker.optimizer.create_state()
+    change(worker, seed=rank, step=7.0)
+    writing = worker.begin_checkpoint(out / "memory", same_layout=True)
+    worker.save_checkpoint(out / "disk")
+    writing.write()
+    memory = writing.finish()
+    again = []
+    for name in ("disk", "memory"):
+        change(worker, seed=100 + rank, step=9.0)
+        worker.load_checkpoint(out / name)
+        again.append(worker.save_checkpoint(out / f"{name}_again"))
+    sizes = {name: digest.bytes for name, digest in memory.items()}
+    worker.close()
+    return *again, sizes, json.loads((out / "memory" / FACTS_FILE).read_text())
+
+
+def change(worker: TrainerWorker, seed: int, step: float) -> None:
+    """Other weights, main weights, moments and number of updates."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*weight_tensors(worker.chunks), *worker.optimizer.tensors()]:
+            if tensor.is_floating_point():
+                tensor.uniform_(0.1, 1.0) if tensor.dim() else tensor.fill_(step)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "by_rank"),
+    [
+        (1, {}, True),
+        (2, {}, True),
+        (2, {"expert": 2, "precision": Precision.bf16}, True),
+        (1, {"megatron": ON_HOST, "precision": Precision.bf16}, False),
+    ],
+)
+def test_what_comes_back_from_memory_is_what_there_was(ranks: int, settings: dict, by_rank: bool, tmp_path: Path):
+    write_toy("qwen3_moe", tmp_path / "hf", ToySize(layers=2, hidden=64, moe_intermediate=64), 0)
+    found = run_ranks(digests_through_memory, ranks, tmp_path / "hf", tmp_path, settings, timeout_s=200)
+    for disk, memory, _, facts in found:
+        assert shards(disk) == shards(memory)
+        assert facts.get("distrib_optim_sharding_type") == (BY_RANK if by_rank else None)
+    if by_rank:
+        # No rank has gathered what others have: the first has the weights besides.
+        states = [sum(size for name, size in sizes.items() if name.endswith(".distcp")) for _, _, sizes, _ in found]
+        assert min(states) > 0.4 * max(states)

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from cli_runs import (
 
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -91,6 +93,36 @@ def test_a_rank_that_dies_or_hangs_changes_nothing_of_a_deterministic_run(
     assert steps_without_times(folder) == steps_without_times(whole)
     assert samples(folder) == samples(whole)
     assert exported(folder) == exported(whole)
+
+
+def copies() -> list[Path]:
+    return list(SHARED_MEMORY_DIR.glob("slimrl-checkpoints_*"))
+
+
+def test_a_rank_that_dies_costs_the_step_that_it_was_in_where_copies_are_in_memory(
+    workspace: Workspace, whole: RunFolder
+):
+    """Without checkpoints on the disk: neither has the run any before its end."""
+    folder, before = workspace.run_folder("copies"), copies()
+    more = ("checkpoint.every_steps=0", "checkpoint.in_memory_every_steps=1")
+    run = CliRun(["train", GSPO, *deterministic(workspace, "copies", *more)])
+    try:
+        # The copy of step 2 is complete once step 3 has come to its resync.
+        run.wait_until(lambda: num_logged_steps(folder) == 4, RUN_S)
+        time.sleep(random.uniform(0.0, 1.0))
+        random.choice(ranks_of(run)).send_signal(signal.SIGKILL)
+        assert run.wait(RUN_S) == 0, run.stderr
+        assert run.left() == []
+    finally:
+        run.close()
+    (step,) = re.findall(r"the trainer has started again after \S+ s, and goes on after step (\d)", run.stdout)
+    assert int(step) in (2, 3)
+    assert f"continuing after step {step}, from the copy in memory" in run.stdout
+    assert steps_without_times(folder) == steps_without_times(whole)
+    assert samples(folder) == samples(whole)
+    assert exported(folder) == exported(whole)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000004"]
+    assert copies() == before
 
 
 def test_groups_of_an_asynchronous_run_are_trained_on_once_whatever_becomes_of_its_trainer(workspace: Workspace):

@@ -25,6 +25,7 @@ from ray_nodes import RayNodes
 
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -136,8 +137,9 @@ def test_ranks_of_a_lost_node_start_on_a_spare_one_and_the_run_goes_on(workspace
     nodes = start_nodes(1, 1, 1, 1)
     folder = workspace.run_folder("spare")
     more = overrides(
-        workspace, "spare", "steps=5", "resync.transport=p2p", "rollout.num_engines=1", "checkpoint.every_steps=1"
-    )
+        workspace, "spare", "steps=5", "resync.transport=p2p", "rollout.num_engines=1", "checkpoint.every_steps=1",
+        "trainer.spare_nodes=1",
+    )  # fmt: skip
     run = CliRun(["train", GSPO, *more, "--ray-address", nodes.address])
     try:
         run.wait_until(lambda: num_logged_steps(folder) >= 3, RUN_S)
@@ -148,12 +150,54 @@ def test_ranks_of_a_lost_node_start_on_a_spare_one_and_the_run_goes_on(workspace
     finally:
         run.close()
     assert re.search(r"warning: trainer [01]: its node \S+ was lost during .*; the trainer is started anew", run.stdout)
+    log = folder.log_file("driver").read_text()
+    (spare,) = re.findall(r"spare_nodes: (\S+) is kept free", log)
+    assert re.findall(r"ranks of \S+ start on (\S+)", log) == [spare]
+    assert spare not in nodes_of_slots(folder)[:3]
     assert run.stdout.count("the trainer has started again after") == 1
     lines = read_metrics(folder.metrics)
     assert [line["step"] for line in lines] == list(range(6))
     assert {line["resync/fingerprint_mismatches"] for line in lines} == {0}
     assert [line["policy/grad_norm"] > 0 for line in lines[1:]] == [True] * 5
     assert nodes.left(*OURS) == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_lost_node_takes_no_copy_in_memory_with_it(workspace: Workspace, start_nodes: StartNodes):
+    """The ranks go on from each other's memory, bit for bit, without a checkpoint on the disk."""
+    before = memory_folders()
+    more = ("steps=5", "resync.transport=p2p", "rollout.num_engines=1")
+    succeed("train", GSPO, *overrides(workspace, "undisturbed", *more), timeout_s=RUN_S)
+    nodes = start_nodes(1, 1, 1, 1)
+    folder, whole = workspace.run_folder("copied"), workspace.run_folder("undisturbed")
+    settings = overrides(workspace, "copied", *more, "checkpoint.in_memory_every_steps=1")
+    run = CliRun(["train", GSPO, *settings, "--ray-address", nodes.address])
+    try:
+        run.wait_until(lambda: num_logged_steps(folder) >= 4, RUN_S)
+        assert len(memory_folders()) == len(before) + 2
+        lost = next(index for index in (1, 2, 3) if any(OURS[0] in line for line in nodes.command_lines(index)))
+        nodes.kill_raylet(lost)
+        assert run.wait(RUN_S) == 0, run.stderr
+    finally:
+        run.close()
+    (step,) = re.findall(r"the trainer has started again after \S+ s, and goes on after step (\d)", run.stdout)
+    assert int(step) in (2, 3), run.stdout
+    assert f"continuing after step {step}, from the copy in memory" in run.stdout
+    assert steps_without_times(folder) == steps_without_times(whole)
+    assert exported(folder) == exported(whole)
+    assert nodes.left(*OURS) == []
+    assert memory_folders(await_count=len(before)) == before
+
+
+def memory_folders(*, await_count: int | None = None) -> list[Path]:
+    """Folders of copies in memory, after the end of janitors where so many are expected."""
+    deadline = time.monotonic() + LOSS_S
+    while True:
+        found = sorted(SHARED_MEMORY_DIR.glob("slimrl-checkpoints_*"))
+        if await_count in (None, len(found)) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.5)
 
 
 @pytest.mark.full

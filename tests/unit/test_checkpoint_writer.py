@@ -22,10 +22,10 @@ class Ranks:
     def begin_checkpoint(self, directory: Path) -> None:
         self.directory, self.staged, self.written = directory, self.weights, False
 
-    def has_written(self) -> bool:
+    def has_written(self, directory: Path) -> bool:
         return self.written
 
-    def finish_checkpoint(self):
+    def finish_checkpoint(self, directory: Path):
         if self.error is not None:
             raise self.error
         self.directory.mkdir()

@@ -216,7 +216,7 @@ def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeyp
     assert result.stdout == "Submitted batch job 5\nscript: f.sbatch\nlogs: logs/JOB/latest\n"
     assert result.stderr == "note\n"
     job = submit.SlurmJob(**settings, sbatch=("--qos=high", "--hold"), sft=True)
-    assert {field.name for field in fields(job)} == {*settings, "sbatch", "sft", "name"}
+    assert {field.name for field in fields(job)} == {*settings, "sbatch", "sft", "name", "spare_nodes"}
     assert checked == [((Path("dir/r.yaml"), ["a=1"], job), {"files": True})]
     assert read == [((Path("dir/r.yaml"), ["a=1"], "sft"), {})]
     assert written == [((Path("dir/r.yaml"), ["a=1"], replace(job, name="demo")), {})]
@@ -225,6 +225,11 @@ def test_every_option_of_a_job_is_in_what_is_checked_and_submitted(told, monkeyp
     assert (dry.exit_code, dry.stdout, len(submitted)) == (0, "script\n", 1)
     assert checked[1] == ((Path("r.yaml"), [], submit.SlurmJob(nodes=1)), {"files": False})
     assert asdict(submit.SlurmJob(nodes=1, name="demo")) == asdict(written[1][0][2])
+    # Which the recipe may say as well.
+    loaded.trainer.spare_nodes = 2
+    assert invoke("launch", "slurm", "r.yaml", "--nodes", 1, "--spare-nodes", 2, "--dry-run").exit_code == 0
+    spared = submit.SlurmJob(nodes=1, name="demo", spare_nodes=2)
+    assert written[2] == ((Path("r.yaml"), ["trainer.spare_nodes=2"], replace(spared, sft=True)), {})
 
 
 def test_recipes_and_settings_of_a_check_are_told_apart(told):

@@ -428,6 +428,14 @@ def task(tmp_path: Path) -> list[str]:
     return [f"model.path={tmp_path / 'model'}", f"data.train={data}", f"data.eval.heldout={data}"]
 
 
+def test_nodes_that_the_run_keeps_free_are_asked_for_beside_spares(task: list[str]):
+    given = ["--nodes", "3", "--spares", "1", "--spare-nodes", "2", "--dry-run"]
+    for arguments in (given, [*given[:4], "trainer.spare_nodes=2", "--dry-run"]):
+        lines = launch(*TINY, *task, *arguments).stdout.splitlines()
+        assert "#SBATCH --nodes=6" in lines
+        assert lines[-1].endswith(" trainer.spare_nodes=2")
+
+
 def test_a_dry_run_prints_the_script_that_would_be_submitted(task: list[str], tmp_path: Path):
     result = launch(
         *TINY, *task, "--nodes", "3", "--spares", "1", "--partition", "big", "--time", "4:00:00", "--dry-run"

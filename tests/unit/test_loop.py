@@ -31,7 +31,7 @@ from slimrl.rollout.step_rollout import StepRollout
 from slimrl.runtime import past_versions, train_run
 from slimrl.runtime.background_evaluation import Evaluated
 from slimrl.runtime.loop import train
-from slimrl.runtime.state import RunState
+from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.train_run import TrainRun
 from slimrl.runtime.trainer_restarts import TrainerRestarts
@@ -41,6 +41,7 @@ class Stages:
     """Trainer, learner, engines, rollouts and terminal at once; `calls` has what was asked of them, in order."""
 
     role = "trainer"
+    nodes = ()
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -119,10 +120,10 @@ class Stages:
 
     has_failed = False
 
-    def has_written(self):
+    def has_written(self, directory):
         return True
 
-    def finish_checkpoint(self):
+    def finish_checkpoint(self, directory):
         return {}
 
     def export_hf(self, directory: Path):
@@ -223,6 +224,7 @@ def play(
     train_files=None,
     service=None,
     past=None,
+    memory=None,
 ) -> RunFolder:
     """A run from its start, or from its newest checkpoint, to wherever it comes."""
     folder = open_run_folder(where, "run", "seed: 1\n", resume=resume)
@@ -249,6 +251,7 @@ def play(
             state=state,
             data=prompts,
             preemption=stages,
+            memory_folder=memory,
         )
         run.learner = stages
         run._service = service or InSteps(stages, prompts)
@@ -323,6 +326,35 @@ def test_checkpoints_lie_where_the_recipe_says_and_the_last_step_has_one(tmp_pat
     stages = Stages()
     play(recipe_of(5, every=every, every_steps=1), stages, tmp_path)
     assert numbers(stages.calls, "checkpoint") == expected
+
+
+class Memory(CheckpointFolder):
+    """Copies in memory, and of which steps they were made."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.nodes = SimpleNamespace(use=lambda nodes: None)
+        self.made = []
+
+    def finish(self, partial, state, files):
+        self.made.append(state.step)
+        return super().finish(partial, state, files)
+
+
+@pytest.mark.parametrize(
+    ("every", "in_memory", "saved", "copied"), [(2, 1, [2, 4, 5], [1, 2, 3, 4]), (0, 2, [5], [2, 4])]
+)
+def test_copies_in_memory_are_made_beside_checkpoints_and_not_of_the_last_step(
+    tmp_path: Path, every: int, in_memory: int, saved, copied
+):
+    stages, memory = Stages(), Memory(tmp_path / "memory")
+    recipe = recipe_of(5, every=every)
+    recipe.checkpoint.in_memory_every_steps = in_memory
+    folder = play(recipe, stages, tmp_path, memory=memory)
+    assert (stages.folders, memory.made, memory.steps()) == (memory, copied, copied[-1:])
+    assert numbers(stages.calls, "checkpoint") == sorted(saved + copied)
+    assert CheckpointFolder(folder.checkpoints).steps() == saved[-2:]
+    assert read_state(memory.named(copied[-1]))[0].step == copied[-1]
 
 
 @pytest.mark.parametrize("failing", [2, 4])

@@ -177,12 +177,47 @@ def test_a_start_asks_for_this_machines_memory_if_it_is_here_and_nothing_else_is
     monkeypatch, known, shared_only, asked
 ):
     too_much = Problem(key="trainer.num_ranks", message="too many")
+    no_room = Problem(key="checkpoint.in_memory_every_steps", message="no room")
     for name in ("folder_problems", "model_problems", "teacher_problems"):
         monkeypatch.setattr(start_check, name, lambda loaded, **how: [])
     monkeypatch.setattr(start_check, "memory_problems", lambda loaded: [too_much])
-    if expected := [*known, *([too_much] if asked else [])]:
+    monkeypatch.setattr(start_check, "shared_memory_problems", lambda loaded: [no_room])
+    if expected := [*known, *([too_much, no_room] if asked else [])]:
         with pytest.raises(RecipeError) as error:
             start_check.read_files(None, known, lambda loaded: "read", shared_only=shared_only)
         assert list(error.value.problems) == expected
     else:
         assert start_check.read_files(None, known, lambda loaded: "read", shared_only=shared_only) == "read"
+
+
+@pytest.mark.parametrize(
+    ("precision", "lora", "bytes_of_one"), [(Precision.fp32, 0, 16), (Precision.bf16, 0, 14), (Precision.bf16, 8, 2)]
+)
+def test_copies_in_memory_count_and_need_their_room_in_shared_memory(monkeypatch, precision, lora, bytes_of_one):
+    recipe = recipe_of(precision=precision, lora=lora)
+    problems(monkeypatch, recipe, gib=100)
+    assert memory_check.copies_bytes(recipe, 1) == 0
+    recipe.checkpoint.in_memory_every_steps = 5
+    needed = 2 * bytes_of_one * PARAMETERS
+    assert (memory_check.copies_bytes(recipe, 1), memory_check.copies_bytes(recipe, 3)) == (needed, 2 * needed)
+    loaded = SimpleNamespace(
+        recipe=recipe, command="train", problem=lambda key, message: Problem(key=key, message=message)
+    )
+    monkeypatch.setattr(memory_check, "shared_memory_free", lambda: needed)
+    assert memory_check.shared_memory_problems(loaded) == []
+    monkeypatch.setattr(memory_check, "shared_memory_free", lambda: needed - 1)
+    (problem,) = memory_check.shared_memory_problems(loaded)
+    assert problem.key == "checkpoint.in_memory_every_steps"
+    assert "take at least 0.0 GiB of /dev/shm, and there are 0.0 GiB free" in problem.message
+    loaded.command = "eval"
+    assert memory_check.shared_memory_problems(loaded) == []
+
+
+def test_copies_in_memory_are_memory_of_the_machine(monkeypatch):
+    recipe = recipe_of(num_engines=1, num_ranks=1, precision=Precision.bf16, sglang={"max_total_tokens": 1})
+    recipe.checkpoint.in_memory_every_steps = 1
+    (problem,) = problems(monkeypatch, recipe, gib=0.001, kind="cpu")
+    copies = 2 * 14 * PARAMETERS / GIB
+    assert problem.key == "checkpoint.in_memory_every_steps"
+    assert f"copies of checkpoints {copies:.1f}" in problem.message
+    assert [p.key for p in problems(monkeypatch, recipe, gib=0.001, command="eval")] != [problem.key]

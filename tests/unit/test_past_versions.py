@@ -71,7 +71,7 @@ class Parts:
         self.path, self.state, self.loaded = path, state, []
         recipe = Recipe()
         recipe.agent.past_versions = PastVersionsConfig(every_steps=2, keep=2, **settings)
-        self.past = PastVersions(recipe, state, self, self, path / "past_versions", path / "checkpoints")
+        self.past = PastVersions(recipe, state, self, self, path / "past_versions", [path / "checkpoints"])
 
     def export_hf(self, folder: Path) -> None:
         assert not folder.exists()

@@ -258,12 +258,14 @@ def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = Non
             parts={"weights": 2 * GIB, "optimizer": 3 * GIB, "logits": 0},
             host=3 * host,
             saving=GIB,
+            copying=GIB,
             held={"train": ("weights", "optimizer", "logits")},
         ),
         StageMemory(
             parts={"weights": 2 * GIB, "optimizer": 4 * GIB, "logits": GIB},
             host=host,
             saving=4 * GIB,
+            copying=GIB,
             held={"train": ("weights", "optimizer", "logits"), "save": ("weights", "optimizer")},
         ),
     ]
@@ -306,7 +308,7 @@ def test_a_plan_as_json_has_the_worst_stage_in_gib_and_a_step_that_adds_up():
         "weights": 2.0, "optimizer": 4.0, "logits": 1.0, "engine_weights": 2.0, "kv_cache": 30.0, "total": 9.0,
         "limit": 80.0,
         # Four ranks on a node, were all of the stage that keeps most on the host, and the save of two stages.
-        "host": 10.0, "save_of_node": 8.0, "host_of_node": 4 * 30.0 + 8.0,
+        "host": 10.0, "save_of_node": 8.0, "copies_of_node": 0.0, "host_of_node": 4 * 30.0 + 8.0,
         "stage": 1, "phases": {"train": 7.0, "save": 6.0}, "engine_gpu": 9.0,
     }  # fmt: skip
     assert found["step"] == {

@@ -12,7 +12,7 @@ from slimrl.config.schema.rollout import RolloutConfig
 from slimrl.estimates.planner.engine import GIB, kv_bytes_per_token, plan_engine, static_fraction
 from slimrl.estimates.planner.hardware import Hardware
 from slimrl.estimates.planner.layout_plan import engine_problems
-from slimrl.estimates.planner.memory import engine_gpu_bytes, host_bytes_per_node, stage_memory
+from slimrl.estimates.planner.memory import copies_per_node, engine_gpu_bytes, host_bytes_per_node, stage_memory
 from slimrl.estimates.planner.parameters import ChunkParameters
 from slimrl.estimates.planner.schedule import Batch
 from slimrl.estimates.planner.shape import Shape
@@ -109,12 +109,18 @@ def test_the_first_of_two_stages_holds_two_micro_batches_and_the_last_one_the_lo
 
 def test_the_host_of_a_node_keeps_what_its_ranks_give_away():
     _, recipe = made(colocated=True, transport=TransportName.ipc)
-    memory = [SimpleNamespace(host=10, saving=700), SimpleNamespace(host=30, saving=500)]
+    memory = [SimpleNamespace(host=10, saving=700, copying=80), SimpleNamespace(host=30, saving=500, copying=90)]
     recipe.trainer.parallel.pipeline = 2
     # A node holds both stages of four ranks each, or one of them.
     assert recipe.trainer.num_ranks == 8
     assert host_bytes_per_node(recipe, memory, HARDWARE) == 8 * 30 + 2 * 700
     assert host_bytes_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 4 * 30 + 700
+    # Two checkpoints of a node and what is staged, and two of another node if there is one.
+    recipe.checkpoint.in_memory_every_steps = 1
+    assert copies_per_node(recipe, memory, HARDWARE) == 3 * (2 * 90)
+    assert copies_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 5 * 90
+    assert host_bytes_per_node(recipe, memory, Hardware(gpus_per_node=4)) == 4 * 30 + 700 + 5 * 90
+    recipe.checkpoint.in_memory_every_steps = 0
     recipe.trainer.num_ranks = 2
     assert host_bytes_per_node(recipe, memory, HARDWARE) == 2 * 30 + 2 * 700
 

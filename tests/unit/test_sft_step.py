@@ -79,10 +79,10 @@ class Trainers:
 
     has_failed = False
 
-    def has_written(self):
+    def has_written(self, directory):
         return True
 
-    def finish_checkpoint(self):
+    def finish_checkpoint(self, directory):
         return {}
 
     def export_hf(self, directory):

@@ -57,7 +57,9 @@ class Ranks:
             "process": lambda rank: NodeProcess(100 + rank, 1.0),
             "rendezvous": lambda rank, on_one_node: "file:///meet" if on_one_node else "tcp://10.0.0.1:29500",
             "start": lambda rank, meeting: SimpleNamespace(rank=rank, data=2, data_rank=DATA_RANKS[rank]),
-            "finish_checkpoint": lambda rank: {f"__{rank}_0.distcp": FileDigest(bytes=rank, xxh3_128=str(rank))},
+            "finish_checkpoint": lambda rank, directory: {
+                f"__{rank}_0.distcp": FileDigest(bytes=rank, xxh3_128=str(rank))
+            },
         }
 
     @property
@@ -173,7 +175,8 @@ def test_a_critic_s_ranks_are_on_its_slots_under_its_name_and_load_its_part_of_a
     assert actor_class.critics == [True] * 2
     group.start(Path("runs/checkpoints/step_000004"))
     given, _ = group._actors.last("load_checkpoint")
-    assert given == dict.fromkeys(("critic 0", "critic 1"), (Path("runs/checkpoints/step_000004/critic").absolute(),))
+    part = Path("runs/checkpoints/step_000004/critic").absolute()
+    assert given == dict.fromkeys(("critic 0", "critic 1"), (part, None))
     assert group.roles == (("critic 0 on node2", 100), ("critic 1 on node2", 101))
 
 
@@ -239,9 +242,9 @@ def test_the_file_at_which_ranks_meet_is_in_a_folder_of_this_user_alone_that_goe
 
 def test_a_checkpoint_is_loaded_after_the_weights_by_its_absolute_path(group):
     group.start(Path("runs/checkpoints/step_000004"))
-    assert [method for method, _ in group._actors.calls[-2:]] == ["load_weights", "load_checkpoint"]
+    assert [method for method, _ in group._actors.calls[-5:]] == ["load_weights", *4 * ["load_checkpoint"]]
     given, timeout_s = group._actors.last("load_checkpoint")
-    assert set(given.values()) == {(Path("runs/checkpoints/step_000004/trainer").absolute(),)}
+    assert set(given.values()) == {(Path("runs/checkpoints/step_000004/trainer").absolute(), None)}
     assert timeout_s == 22.0
 
 
@@ -292,9 +295,13 @@ def test_the_report_of_a_resync_is_that_of_the_rank_that_makes_one(group):
 
 def test_folders_reach_the_ranks_as_absolute_paths_and_the_checksums_of_all_ranks_come_back(group):
     group.begin_checkpoint(Path("runs/trainer"))
-    digests = group.finish_checkpoint()
+    digests = group.finish_checkpoint(Path("runs/trainer"))
     assert {name: digest.bytes for name, digest in digests.items()} == {f"__{rank}_0.distcp": rank for rank in range(4)}
     group.export_hf(Path("runs/export"))
-    for method, path in (("begin_checkpoint", "runs/trainer"), ("export_hf", "runs/export")):
+    for method, path, *more in (
+        ("begin_checkpoint", "runs/trainer", [True, False, False, False], [False] * 4),
+        ("finish_checkpoint", "runs/trainer"),
+        ("export_hf", "runs/export"),
+    ):
         given, _ = group._actors.last(method)
-        assert given == {f"trainer {rank}": (Path(path).absolute(),) for rank in range(4)}
+        assert given == {f"trainer {rank}": (Path(path).absolute(), *(of[rank] for of in more)) for rank in range(4)}

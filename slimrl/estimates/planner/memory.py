@@ -17,7 +17,7 @@ from slimrl.estimates.planner.facts import Facts
 from slimrl.estimates.planner.hardware import Hardware
 from slimrl.estimates.planner.model_state import state_bytes
 from slimrl.estimates.planner.parameters import Stage, stage_total
-from slimrl.estimates.planner.save import node_save_bytes
+from slimrl.estimates.planner.save import node_copy_bytes, node_save_bytes
 from slimrl.estimates.planner.schedule import Batch
 
 Phases = dict[str, tuple[tuple[str, ...], ...]]
@@ -57,6 +57,8 @@ class StageMemory:
     """Bytes of host memory: an offloaded optimizer, what a colocated trainer releases, the reference's weights"""
     saving: int
     """Bytes of host memory that a save takes in addition, of all ranks of the stage on a node"""
+    copying: int
+    """Bytes of the stage's files on a node of a checkpoint in memory"""
     held: dict[str, tuple[str, ...]]
     """Names of the parts that are held at the peak of each phase"""
 
@@ -84,14 +86,28 @@ def engine_gpu_bytes(facts: Facts, recipe: Recipe, hardware: Hardware) -> int | 
 def host_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
     """Host memory of a node's trainer ranks during a save, if all were of the stage that needs most of it."""
     ranks = min(hardware.gpus_per_node, recipe.trainer.num_ranks)
-    return ranks * max(stage.host for stage in memory) + save_bytes_per_node(recipe, memory, hardware)
+    held = ranks * max(stage.host for stage in memory) + copies_per_node(recipe, memory, hardware)
+    return held + save_bytes_per_node(recipe, memory, hardware)
+
+
+def copies_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
+    """Bytes of `host_bytes_per_node` of checkpoints in memory: the newest one and that which takes its place, where
+    there are several nodes also of another node, and what is staged to write one."""
+    if not recipe.checkpoint.in_memory_every_steps:
+        return 0
+    of_nodes = 2 if recipe.trainer.num_ranks > hardware.gpus_per_node else 1
+    return (2 * of_nodes + 1) * _stages_of_node(recipe, hardware) * max(stage.copying for stage in memory)
 
 
 def save_bytes_per_node(recipe: Recipe, memory: Sequence[StageMemory], hardware: Hardware) -> int:
     """Bytes of `host_bytes_per_node` that only a save needs."""
+    return _stages_of_node(recipe, hardware) * max(stage.saving for stage in memory)
+
+
+def _stages_of_node(recipe: Recipe, hardware: Hardware) -> int:
+    """Pipeline stages of which a node has ranks."""
     ranks = min(hardware.gpus_per_node, recipe.trainer.num_ranks)
-    stages = max(1, ranks * recipe.trainer.parallel.pipeline // recipe.trainer.num_ranks)
-    return stages * max(stage.saving for stage in memory)
+    return max(1, ranks * recipe.trainer.parallel.pipeline // recipe.trainer.num_ranks)
 
 
 def stage_memory(
@@ -138,5 +154,6 @@ def stage_memory(
         + (state.weights + state.optimizer if colocated else 0)
         + (state.weights if needs_reference(recipe) and not recipe.trainer.lora.rank else 0),
         saving=node_save_bytes(stage, trainer, hardware.gpus_per_node, adapters),
+        copying=node_copy_bytes(stage, trainer, hardware.gpus_per_node, adapters),
         held={phase: max(sets, key=lambda names: sum(parts[name] for name in names)) for phase, sets in phases.items()},
     )

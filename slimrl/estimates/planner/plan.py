@@ -24,7 +24,7 @@ from slimrl.estimates.planner.facts import Facts, buckets_of, model_facts, with_
 from slimrl.estimates.planner.generation import sampled_prompts
 from slimrl.estimates.planner.hardware import GB, Hardware
 from slimrl.estimates.planner.layout_plan import LayoutPlan, plan_layout
-from slimrl.estimates.planner.memory import host_bytes_per_node, save_bytes_per_node
+from slimrl.estimates.planner.memory import copies_per_node, host_bytes_per_node, save_bytes_per_node
 from slimrl.estimates.planner.parameters import built_stages, stage_total
 from slimrl.estimates.planner.restart import Restart, plan_restart
 from slimrl.estimates.planner.schedule import longest_tokens
@@ -168,6 +168,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "world_size": plan.planned.recipe.trainer.num_ranks,
         "gpus": plan.cluster.gpus,
         "nodes": plan.cluster.num_nodes,
+        "spare_nodes": plan.planned.recipe.trainer.spare_nodes,
         "layout": asdict(plan.planned.recipe.trainer.parallel),
         "parameters": {
             "total": known.parameters.total,
@@ -184,6 +185,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "limit": plan.hardware.gpu_memory_gib,
             "host": worst.host / GIB,
             "save_of_node": save_bytes_per_node(plan.planned.recipe, layout.memory, plan.hardware) / GIB,
+            "copies_of_node": copies_per_node(plan.planned.recipe, layout.memory, plan.hardware) / GIB,
             "host_of_node": host_bytes_per_node(plan.planned.recipe, layout.memory, plan.hardware) / GIB,
             "stage": layout.worst,
             "phases": {name: nbytes / GIB for name, nbytes in worst.phases.items()},

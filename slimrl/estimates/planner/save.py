@@ -43,6 +43,24 @@ def node_save_bytes(stage: Stage, trainer: TrainerConfig, ranks_per_node: int, a
     return sum(save_bytes(stage, trainer, (rank < firsts[0], rank < firsts[1]), adapters) for rank in ranks)
 
 
+def node_copy_bytes(stage: Stage, trainer: TrainerConfig, ranks_per_node: int, adapters: Stage | None = None) -> int:
+    """Bytes of the files in memory of all ranks of a pipeline stage on the node that holds its first ones.
+
+    The first ranks write the weights, and each rank the states of the optimizer that it has.
+    """
+    if not trainer.optimizer.distributed:
+        return node_save_bytes(stage, trainer, ranks_per_node, adapters)
+    parallel, trained = trainer.parallel, stage if adapters is None else adapters
+    firsts = parallel.tensor, parallel.expert * parallel.expert_tensor
+    weights = states = 0
+    for rank in range(min(ranks_per_node, trainer.num_ranks // parallel.pipeline)):
+        first = rank < firsts[0], rank < firsts[1]
+        written = _elements(stage, first) + (0 if adapters is None else _elements(adapters, first))
+        weights += written * trainer.precision.element_bytes
+        states += sum(GATHERED_BYTES * padded // ranks for _, padded, ranks, _ in _buffers(trained, trainer, first))
+    return weights + states
+
+
 def save_bytes(stage: Stage, trainer: TrainerConfig, first: tuple[bool, bool], adapters: Stage | None = None) -> int:
     """Bytes for a rank of the stage.
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from slimrl.estimates.planner.engine import GIB
 from slimrl.estimates.planner.hardware import GB
-from slimrl.estimates.planner.memory import host_bytes_per_node, save_bytes_per_node
+from slimrl.estimates.planner.memory import copies_per_node, host_bytes_per_node, save_bytes_per_node
 from slimrl.estimates.planner.model_state import data_parallel_sizes
 from slimrl.estimates.planner.parameters import stage_total
 from slimrl.estimates.planner.plan import Plan
@@ -76,8 +76,9 @@ def _print_world(console: Console, plan: Plan) -> None:
     dense, experts = data_parallel_sizes(parallel, trainer.num_ranks)
     cluster = plan.cluster
     console.print(f"model: {plan.planned.model}")
+    spares = f" and {counted(trainer.spare_nodes, 'node')} in reserve" if trainer.spare_nodes else ""
     console.print(
-        f"world: {trainer.num_ranks} trainer ranks, {cluster.gpus} GPUs, {counted(cluster.num_nodes, 'node')}"
+        f"world: {trainer.num_ranks} trainer ranks, {cluster.gpus} GPUs, {counted(cluster.num_nodes, 'node')}{spares}"
     )
     console.print(
         f"groups: tensor {parallel.tensor}, context {parallel.context}, data {dense // parallel.context}, "
@@ -135,6 +136,10 @@ def _memory(plan: Plan) -> Table:
     known = plan.planned.recipe, layout.memory, plan.hardware
     saving, on_node = save_bytes_per_node(*known), host_bytes_per_node(*known)
     rows.append(("host of a save", f"{saving / GIB:,.2f}", "of a node's ranks, while a checkpoint is written"))
+    if copies := copies_per_node(*known):
+        rows.append(
+            ("host of copies", f"{copies / GIB:,.2f}", "checkpoint.in_memory_every_steps, in /dev/shm of a node")
+        )
     limit = f"of a node's {plan.hardware.host_memory_gib:,g}, --host-memory-gib"
     rows.append(("= host of a node", f"{on_node / GIB:,.2f}", limit))
     return _table(f"memory of a GPU of stage {layout.worst}", ("part", "GiB", "from"), rows)

@@ -5,6 +5,7 @@ setting was too large. What is counted here is taken for certain, so that nothin
 caches, gradients, the optimizer's state and the processes themselves. Activations come on top.
 """
 
+import shutil
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -16,11 +17,13 @@ from ray._common.utils import get_system_memory
 from slimrl import device
 from slimrl.config.load import SERVING, LoadedRecipe, trains
 from slimrl.config.problems import Problem
+from slimrl.config.restart_rules import IN_MEMORY
 from slimrl.config.schema.recipe import Recipe
 from slimrl.engines.plugin.cpu.packed_linear import MIN_ELEMENTS, packed_dtypes
 from slimrl.engines.servers.server import CPU_MEMORY_FRACTION, cpu_cache_tokens
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
 
 GIB = 1024**3
 
@@ -59,6 +62,8 @@ def memory_problems(loaded: LoadedRecipe) -> list[Problem]:
     engines = _engine_bytes(recipe, hf_config, has) if loaded.command in SERVING else {}
     updates = loaded.command in UPDATING
     ranks = _rank_bytes(recipe, hf_config, updates=updates) if trains(loaded.command) else {}
+    if updates and (copies := copies_bytes(recipe, 1)):
+        ranks["copies of checkpoints"] = copies
     needed = sum((engines | ranks).values())
     if needed <= RAYS_SHARE * has:
         return []
@@ -117,6 +122,39 @@ def _rank_bytes(recipe: Recipe, hf_config: dict[str, Any], *, updates: bool) -> 
     return {"trainer ranks": model + trainer.num_ranks * PROCESS_BYTES}
 
 
+def copies_bytes(recipe: Recipe, num_nodes: int) -> int:
+    """What checkpoints in memory take at least in /dev/shm of all nodes together; 0 without them.
+
+    They are the newest one and that which takes its place, of several nodes each twice, with the weights and in float32
+    Adam's main weights and both moments.
+    """
+    if not recipe.checkpoint.in_memory_every_steps:
+        return 0
+    trained = 0 if recipe.trainer.lora.rank else 12
+    of_model = _parameters(read_hf_config(Path(recipe.model.path))) * (recipe.trainer.precision.element_bytes + trained)
+    return (2 if num_nodes == 1 else 4) * of_model
+
+
+def shared_memory_problems(loaded: LoadedRecipe) -> list[Problem]:
+    """That /dev/shm of this machine has no room for checkpoints in memory."""
+    if loaded.command not in UPDATING or not (needed := copies_bytes(loaded.recipe, 1)):
+        return []
+    free = shared_memory_free()
+    return [] if needed <= free else [loaded.problem(IN_MEMORY, no_room(needed, f"are {free / GIB:.1f} GiB"))]
+
+
+def shared_memory_free() -> int:
+    """Bytes that are free in this node's /dev/shm."""
+    return shutil.disk_usage(SHARED_MEMORY_DIR).free
+
+
+def no_room(needed: int, there: str) -> str:
+    return (
+        f"checkpoints in memory take at least {needed / GIB:.1f} GiB of /dev/shm, and there {there} free. Use 0, mount "
+        "/dev/shm larger (in a container --shm-size), or take a smaller model."
+    )
+
+
 def _parameters(hf_config: dict[str, Any]) -> int:
     return sum(prod(spec.shape) for spec in family_of(hf_config).hf_tensor_specs(hf_config))
 
@@ -125,6 +163,8 @@ def _to_lower(recipe: Recipe, engines: dict[str, int], ranks: dict[str, int]) ->
     """The key to lower, of the largest part, and what to do."""
     both = engines | ranks
     largest, rollout = max(both, key=lambda name: both[name]), recipe.rollout
+    if largest == "copies of checkpoints":
+        return IN_MEMORY, "Use 0, or take a smaller model."
     if largest in ranks:
         return "trainer.num_ranks", f"Lower it from {recipe.trainer.num_ranks}, or take a smaller model."
     if largest != "KV caches":

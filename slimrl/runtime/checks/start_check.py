@@ -19,7 +19,7 @@ from slimrl.observability.run_folder import RunFolder, check_start
 from slimrl.rollout.task.task import load_task
 from slimrl.runtime.checks.checkpoint_check import WholeCheckpoint, newest_checkpoint
 from slimrl.runtime.checks.folder_check import folder_problems
-from slimrl.runtime.checks.memory_check import memory_problems
+from slimrl.runtime.checks.memory_check import memory_problems, shared_memory_problems
 from slimrl.runtime.checks.model_check import model_problems
 from slimrl.runtime.checks.teacher_check import teacher_problems
 from slimrl.runtime.sft import read_examples
@@ -53,7 +53,7 @@ def read_files[T](
         problems += teacher_problems(loaded, servers=devices)
     # Sizes that another problem makes impossible have no sum.
     if not problems and not shared_only:
-        problems += memory_problems(loaded)
+        problems += [*memory_problems(loaded), *shared_memory_problems(loaded)]
     try:
         result = read(loaded)
     except RecipeError as error:

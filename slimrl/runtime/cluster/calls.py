@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from slimrl.base.errors import ActorLost, NoAnswer, NodeLost, PeerLost, StageError
+from slimrl.base.errors import ActorLost, NoAnswer, NodeLost, NotWritten, PeerLost, StageError
 from slimrl.engines.servers.process import ServerError
 from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.reservation import is_alive
@@ -143,7 +143,7 @@ class Calls[T]:
             message = str(cause) if is_server else f"{name}: {method}: {type(cause).__name__}: {cause}"
             if any(text in str(cause) for text in _CONSEQUENCES):
                 return _CONSEQUENCE, PeerLost(message, str(error))
-            return 1, StageError(message, str(error))
+            return 1, (NotWritten if isinstance(cause, NotWritten) else StageError)(message, str(error))
         if isinstance(error, RayActorError) and not is_alive(node):
             message = f"{name}: its node {node.name} was lost during {method}{self._log(name)}"
             return 0, NodeLost(message, str(error))

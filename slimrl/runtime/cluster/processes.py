@@ -26,6 +26,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.cluster.engine_group import EngineGroup
 from slimrl.runtime.cluster.reservation import Reservation
+from slimrl.runtime.cluster.spare_nodes import SpareNodes
 from slimrl.runtime.cluster.trainer_group import CRITIC, TrainerGroup
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Processes:
     teachers: EngineGroup | None = None
     past: EngineGroup | None = None
     critics: TrainerGroup | None = None
+    spares: SpareNodes | None = None
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
@@ -57,6 +59,7 @@ def start_processes(
     *,
     total_updates: int | None,
     checkpoint: Path | None,
+    spares: SpareNodes | None,
 ) -> Processes:
     """Start the processes of a run; see `start.started`. `ends` gets the callbacks that end them.
 
@@ -80,10 +83,12 @@ def start_processes(
         if places.placement.critics:
             # Its schedule begins with its first update.
             of_policy -= recipe.critic.warmup_steps * recipe.trainer.updates_per_rollout
-        trainers = TrainerGroup(recipe, folder, progress, places, total_updates=of_policy)
+        trainers = TrainerGroup(recipe, folder, progress, places, total_updates=of_policy, spares=spares)
         ends.callback(trainers.kill)
         if places.placement.critics:
-            critics = TrainerGroup(critic_recipe(recipe), folder, progress, places, CRITIC, total_updates=total_updates)
+            critics = TrainerGroup(
+                critic_recipe(recipe), folder, progress, places, CRITIC, total_updates=total_updates, spares=spares
+            )
             ends.callback(critics.kill)
         trainers.start(checkpoint)
         if critics is not None:
@@ -95,7 +100,7 @@ def start_processes(
     for group in (engines, teachers, past):
         if group is not None:
             group.wait_ready()
-    return Processes(engines=engines, trainers=trainers, teachers=teachers, past=past, critics=critics)
+    return Processes(engines=engines, trainers=trainers, teachers=teachers, past=past, critics=critics, spares=spares)
 
 
 def _start_engines(

@@ -34,12 +34,16 @@ from slimrl.resync.ipc.stale_files import clean_stale_segments
 from slimrl.resync.session import ResyncReport, ResyncSession
 from slimrl.rollout.task.engine_format import engine_transform
 from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.node_memory import Fetched
 from slimrl.runtime.cluster.node_processes import NodeProcess
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.rank_position import RankPosition, RankProgress, position
 
 if TYPE_CHECKING:
     from slimrl.trainer.checkpointing.writing import CheckpointWriting
+
+MOST_CHECKPOINTS = 2
+"""Checkpoints that are written at a time: one on the disk, and one in memory"""
 
 
 class TrainerActor(RankBatches):
@@ -77,9 +81,9 @@ class TrainerActor(RankBatches):
         self.recipe, self.rank, self.total_updates = recipe, rank, total_updates
         self.is_critic = critic
         self._progress = RankProgress(0, 0, 0)
-        self._checkpoint: tuple[CheckpointWriting, Future[None]] | None = None
-        """The checkpoint under way, and the end of its writing on this rank"""
-        self._writers = ThreadPoolExecutor(1, "checkpoint")
+        self._checkpoints: dict[Path, tuple[CheckpointWriting, Future[None]]] = {}
+        """The checkpoints under way by their folders, and the end of their writing on this rank"""
+        self._writers = ThreadPoolExecutor(MOST_CHECKPOINTS, "checkpoint")
         self.resync_session: ResyncSession | None = None
         self.controls: list[SglangControl] = []
         self.connected: list[tuple[EngineAddress, SglangControl]] = []
@@ -133,27 +137,32 @@ class TrainerActor(RankBatches):
         if needs_reference(self.recipe):
             self.reference = self.worker.keep_reference()
 
-    def load_checkpoint(self, directory: Path) -> None:
-        self.worker.load_checkpoint(directory)
+    def load_checkpoint(self, directory: Path, fetch: Fetched | None) -> None:
+        """Load a checkpoint; `fetch` brings the files that this node lacks, or None if it has all."""
+        self.worker.load_checkpoint(directory, fetch)
 
-    def begin_checkpoint(self, directory: Path) -> None:
-        """Copy what a checkpoint has of this rank into host memory, and write it beside what comes."""
-        writing = self.worker.begin_checkpoint(directory)
-        self._checkpoint = writing, self._writers.submit(writing.write)
+    def begin_checkpoint(self, directory: Path, leads: bool, same_layout: bool) -> None:
+        """Copy what a checkpoint has of this rank into host memory, and write it beside what comes.
+
+        Args:
+            leads: whether this rank, of those that write into this folder, makes it.
+            same_layout: see checkpoint.begin.
+        """
+        writing = self.worker.begin_checkpoint(directory, leads=leads, same_layout=same_layout)
+        self._checkpoints[directory] = writing, self._writers.submit(writing.write)
 
     @ray.method(concurrency_group="progress")  # type: ignore[untyped-decorator]
-    def has_written(self) -> bool:
+    def has_written(self, directory: Path) -> bool:
         """Whether the files of this rank are written."""
-        return self._checkpoint is not None and self._checkpoint[1].done()
+        return directory in self._checkpoints and self._checkpoints[directory][1].done()
 
-    def finish_checkpoint(self) -> dict[str, FileDigest]:
+    def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
         """Wait until the files of all ranks are written, and complete the checkpoint.
 
         Returns:
             Checksums of the files that this rank wrote, by name in the folder.
         """
-        assert self._checkpoint is not None, "begin_checkpoint comes first"
-        (writing, written), self._checkpoint = self._checkpoint, None
+        writing, written = self._checkpoints.pop(directory)
         written.result()
         return writing.finish()
 

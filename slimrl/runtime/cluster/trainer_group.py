@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Concatenate
+from typing import Any, Concatenate, Protocol
 
 import ray
 
-from slimrl.base.errors import ActorLost, NoAnswer, PeerLost, StageError, TrainerLost
+from slimrl.base.errors import ActorLost, NoAnswer, NotWritten, PeerLost, StageError, TrainerLost
 from slimrl.base.spans import SPANS
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.env_vars import trainer_variables
@@ -26,11 +26,13 @@ from slimrl.resync.report import ResyncReport
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.calls import Calls
 from slimrl.runtime.cluster.engine_actor import EngineAddress
+from slimrl.runtime.cluster.node_memory import Fetched
 from slimrl.runtime.cluster.node_processes import NodeProcess, end_processes
-from slimrl.runtime.cluster.placement import Node
+from slimrl.runtime.cluster.placement import Node, Slot
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.rank_watch import RankWatch
 from slimrl.runtime.cluster.reservation import Reservation, Room, is_alive
+from slimrl.runtime.cluster.spare_nodes import SpareNodes
 from slimrl.runtime.cluster.trainer_actor import RemoteTrainer, TrainerActor
 
 TRAINER, CRITIC = "trainer", "critic"
@@ -67,6 +69,32 @@ _FILES = {
 """Methods that read or write the whole model"""
 
 
+class NodeFolders(Protocol):
+    """Folders of the driver's node, as other nodes find them."""
+
+    def on(self, node: Node, folder: Path) -> Path:
+        """The absolute path of a folder on a node."""
+
+    def is_of_one_layout(self, folder: Path) -> bool:
+        """Whether checkpoints there are for this layout alone."""
+
+    def fetched(self, node: Node, folder: Path) -> Fetched | None:
+        """What brings the files of a folder to a node that may lack some of them."""
+
+
+class SharedFolders:
+    """Folders of a file system that all nodes share."""
+
+    def on(self, node: Node, folder: Path) -> Path:
+        return folder.absolute()
+
+    def is_of_one_layout(self, folder: Path) -> bool:
+        return False
+
+    def fetched(self, node: Node, folder: Path) -> None:
+        return None
+
+
 class TrainerGroup:
     """All ranks of the trainer, or of its critic.
 
@@ -82,14 +110,16 @@ class TrainerGroup:
         role: str = TRAINER,
         *,
         total_updates: int,
+        spares: SpareNodes | None = None,
     ) -> None:
         """Start the processes; `start` waits for them.
 
         Args:
+            spares: nodes for the ranks of one that is lost.
             role: TRAINER; or CRITIC, and the recipe is the critic's (`critic_recipe`).
         """
         self._recipe, self._folder, self._progress, self.role = recipe, folder, progress, role
-        self._total_updates = total_updates
+        self._total_updates, self._spares = total_updates, spares
         self._actors: ActorGroup[TrainerActor] = ActorGroup()
         placed = places.placement.critics if role == CRITIC else places.placement.ranks
         self._sites = [(slot, places) for slot in placed]
@@ -101,6 +131,8 @@ class TrainerGroup:
         self._looked = 0.0
         """Time of the last call of `meanwhile`, on the monotonic clock"""
         self._processes: list[NodeProcess] = []
+        self.folders: NodeFolders = SharedFolders()
+        """Where the ranks find the folders of checkpoints"""
         self.has_failed = False
         """Whether a rank has raised an error, so that others may still wait for it in a collective"""
 
@@ -124,14 +156,14 @@ class TrainerGroup:
         return tuple(process.pid for process in self._processes)
 
     @property
-    def _nodes(self) -> list[Node]:
+    def nodes(self) -> list[Node]:
         """The node of each rank."""
         return [slot.node for slot, _ in self._sites]
 
     @property
     def roles(self) -> tuple[tuple[str, int], ...]:
         """(role and node, pid) of each rank."""
-        named = zip(self._actors.names, self._nodes, self.pids, strict=True)
+        named = zip(self._actors.names, self.nodes, self.pids, strict=True)
         return tuple((f"{name} on {node.name}", pid) for name, node, pid in named)
 
     def start(self, checkpoint: Path | None = None) -> None:
@@ -143,20 +175,22 @@ class TrainerGroup:
         ranks, timeout_s = self._actors, self._recipe.trainer.startup_timeout_s
         try:
             self._processes = list(ranks.begin(TrainerActor.process).wait(timeout_s=timeout_s).values())
-            first = ranks.on(ranks.names[:1]).begin(TrainerActor.rendezvous, len(set(self._nodes)) == 1)
+            first = ranks.on(ranks.names[:1]).begin(TrainerActor.rendezvous, len(set(self.nodes)) == 1)
             (meeting,) = first.wait(timeout_s=timeout_s).values()
             self._layouts = ranks.begin(TrainerActor.start, meeting).wait(timeout_s=timeout_s)
             ranks.begin(TrainerActor.load_weights).wait(timeout_s=timeout_s)
         except (ActorLost, NoAnswer, PeerLost) as error:
             raise TrainerLost(str(error), error.details) from error
         if checkpoint is not None:
-            self.call(TrainerActor.load_checkpoint, (checkpoint / self.role).absolute())
+            part = checkpoint / self.role
+            given = [(self.folders.on(node, part), self.folders.fetched(node, part)) for node in self.nodes]
+            self._finish(self._each(TrainerActor.load_checkpoint, given))
 
     def end(self) -> None:
         """End all ranks, whatever they do, and wait until they have."""
         self.kill()
         processes = defaultdict(list)
-        for node, process in zip(self._nodes, self._processes, strict=False):
+        for node, process in zip(self.nodes, self._processes, strict=False):
             processes[node].append(process)
         end_processes(processes)
 
@@ -175,16 +209,19 @@ class TrainerGroup:
         self.start(checkpoint)
 
     def _leave_lost_nodes(self) -> None:
-        counts = Counter(self._nodes)
+        counts = Counter(self.nodes)
         for node in [node for node in counts if not is_alive(node)]:
-            found = self._find_room(node, counts[node], self._sites[self._nodes.index(node)][1].resource)
-            slots = iter(found.placement.slots)
+            spare = None if self._spares is None else self._spares.take(counts[node])
+            resource = self._sites[self.nodes.index(node)][1].resource
+            found, places_there = spare or self._find_room(node, counts[node], resource)
+            log.info("ranks of %s start on %s", node.name, found[0].node.name)
+            slots = iter(found)
             self._sites = [
-                (next(slots), found) if slot.node == node else (slot, places) for slot, places in self._sites
+                (next(slots), places_there) if slot.node == node else (slot, places) for slot, places in self._sites
             ]
 
-    def _find_room(self, lost: Node, num_slots: int, resource: str) -> Reservation:
-        """Slots on another node, as many as ranks were on the lost one."""
+    def _find_room(self, lost: Node, num_slots: int, resource: str) -> tuple[list[Slot], Reservation]:
+        """Slots on another node, as many as ranks were on the lost one, and their reservation."""
         room, deadline = Room(num_slots, resource), time.monotonic() + self._recipe.trainer.startup_timeout_s
         with self._progress.stage(f"node {lost.name} is lost: waiting for another with {num_slots} {resource}s"):
             while (found := room.find()) is None:
@@ -195,8 +232,7 @@ class TrainerGroup:
                         f"ranks within {waited}. Give the job a node more than it needs."
                     )
                 time.sleep(ROOM_POLL_S)
-        log.info("ranks of %s start on %s", lost.name, found.placement.slots[0].node.name)
-        return found
+        return list(found.placement.slots), found
 
     @property
     def layout(self) -> Layout:
@@ -255,19 +291,27 @@ class TrainerGroup:
 
     def begin_checkpoint(self, directory: Path) -> None:
         """Begin a checkpoint of the present weights and optimizer's state; the ranks write it beside what comes."""
-        self.call(TrainerActor.begin_checkpoint, directory.absolute())
+        paths, same_layout = self._paths(directory), self.folders.is_of_one_layout(directory)
+        given = [(path, path not in paths[:rank], same_layout) for rank, path in enumerate(paths)]
+        self._finish(self._each(TrainerActor.begin_checkpoint, given))
 
-    def has_written(self) -> bool:
+    def has_written(self, directory: Path) -> bool:
         """Whether the ranks have written their files of the checkpoint, so that `finish_checkpoint` does not wait."""
-        asked = [actor.has_written.remote() for actor in self._actors.handles.values()]
+        ranks = zip(self._actors.handles.values(), self._paths(directory), strict=True)
+        asked = [actor.has_written.remote(path) for actor, path in ranks]
         answered, late = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
         # A rank that has ended is found out by the next call of all.
         return not late and all(map(_is_true, answered))
 
-    def finish_checkpoint(self) -> dict[str, FileDigest]:
-        """Wait until the checkpoint is complete; checksums of all files that the ranks wrote, by name in the folder."""
+    def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest]:
+        """Wait until the checkpoint is complete; checksums of all files that the ranks wrote, by name in the folder.
+
+        Raises:
+            NotWritten: they could not be written.
+        """
+        given = [(path,) for path in self._paths(directory)]
         # What fails beside it would be taken for its failure.
-        written = self._finish(self._actors.begin(TrainerActor.finish_checkpoint), alone=True)
+        written = self._finish(self._each(TrainerActor.finish_checkpoint, given), alone=True)
         return {name: digest for files in written.values() for name, digest in files.items()}
 
     def export_hf(self, directory: Path) -> None:
@@ -288,6 +332,15 @@ class TrainerGroup:
     def kill(self) -> None:
         """End all processes at once."""
         self._actors.kill()
+
+    def _paths(self, directory: Path) -> list[Path]:
+        """A folder, as each rank finds it."""
+        return [self.folders.on(node, directory) for node in self.nodes]
+
+    def _each(self, method: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> Calls[Any]:
+        """Call a method of all ranks, with arguments for each."""
+        names = zip(self._actors.names, given, strict=True)
+        return reduce(or_, [self._actors.on([name]).begin(method, *arguments) for name, arguments in names])
 
     def _finish[T](self, calls: Calls[T], *, alone: bool = False) -> dict[str, T]:
         """The results of calls of the ranks; until they come, the first rank's progress is shown.
@@ -318,7 +371,7 @@ class TrainerGroup:
             except StageError as error:
                 # A broken connection to an engine is none to a rank; a rank that has ended says so itself.
                 if beside or not isinstance(error, (ActorLost, NoAnswer) if alone else (ActorLost, NoAnswer, PeerLost)):
-                    self.has_failed = self.has_failed or not beside
+                    self.has_failed = self.has_failed or not (beside or isinstance(error, NotWritten))
                     raise
                 raise TrainerLost(str(error), error.details) from error
 

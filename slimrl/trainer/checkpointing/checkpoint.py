@@ -11,7 +11,7 @@ It is written under a temporary name next to the final one and renamed when comp
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ from slimrl.trainer.layout.parallel import Layout, seed_ranks
 from slimrl.trainer.optimizer import Optimizer
 from slimrl.trainer.value_head import is_value_head
 
+BY_RANK = "dp_reshardable"
+"""megatron-core's name for states of the optimizer that each rank writes as it has them"""
+_OPTIMIZER = "distrib_optim_sharding_type"
 _EXTRA = "._extra_state"
 """Part of the names of modules' own states; for experts a number follows it."""
 
@@ -60,7 +63,7 @@ def save(
 
     Raises:
         ValueError: the folder exists.
-        RuntimeError, OSError: a rank could not write, for example to a full disk.
+        NotWritten, OSError: a rank could not write, for example to a full disk.
     """
     writing = begin(directory, chunks, optimizer, layout, architecture, model_path)
     writing.write()
@@ -74,31 +77,40 @@ def begin(
     layout: Layout,
     architecture: dict[str, Any],
     model_path: Path | None = None,
+    *,
+    leads: bool | None = None,
+    same_layout: bool = False,
 ) -> CheckpointWriting:
-    """Begin a checkpoint; every rank calls it, on a shared file system.
+    """Begin a checkpoint; every rank calls it, on a shared file system or with a folder of its node.
 
     Args:
         directory: must not exist yet.
         architecture: from architecture_of.
         model_path: Hugging Face folder whose config and tokenizer are copied into the checkpoint.
+        leads: whether this rank, of those that share the folder, makes it; None for the first of all ranks.
+        same_layout: no other layout will load it, so that each rank writes the optimizer's states that it has, and none
+            gathers them.
 
     Raises:
         ValueError: the folder exists.
     """
+    leads = layout.rank == 0 if leads is None else leads
+    optimizer.create_state()
+    by_rank = {_OPTIMIZER: BY_RANK} if same_layout and optimizer.is_on_all_ranks() else {}
     if directory.exists():
         raise ValueError(f"{directory}: exists already")
     partial = directory.with_name(f".{directory.name}.partial")
-    if layout.rank == 0:
+    if leads:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "rng").mkdir(parents=True)
-        facts = {"architecture": architecture, "layout": layout.sizes()}
+    if layout.rank == 0:
+        facts = {"architecture": architecture, "layout": layout.sizes(), **by_rank}
         (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
         if model_path is not None:
             _copy_hf_files(model_path, partial / HF_SUBFOLDER)
     dist.barrier()
     torch.save(_rng_state(), partial / "rng" / f"{layout.rank:05d}.pt")
-    optimizer.create_state()
-    metadata = _metadata()
+    metadata = _metadata(by_rank)
     content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     request = dist_checkpointing.save(
         _sharded_state(chunks, optimizer, metadata),
@@ -108,7 +120,7 @@ def begin(
         async_strategy="mcore",
         content_metadata=content,
     )
-    return CheckpointWriting(partial, directory, layout.rank, request)
+    return CheckpointWriting(partial, directory, layout.rank, request, leads=leads)
 
 
 def load(
@@ -131,13 +143,14 @@ def load(
         ValueError: there is no checkpoint, or it is of another model.
     """
     check_architecture(directory, architecture)
-    state = _sharded_state(chunks, optimizer, _metadata(), is_loading=True)
+    facts = read_facts(directory)
+    state = _sharded_state(chunks, optimizer, _metadata(facts), is_loading=True)
     with without_code(directory):
         loaded = dist_checkpointing.load(state, str(directory))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(_without_scales(loaded[f"model{index}"]))
     optimizer.load_state_dict(loaded["optimizer"], loaded["scheduler"])
-    if read_facts(directory)["layout"] == layout.sizes():
+    if facts["layout"] == layout.sizes():
         _restore_rng_state(torch.load(directory / "rng" / f"{layout.rank:05d}.pt", weights_only=True))
     else:
         seed_ranks(seed)
@@ -185,8 +198,11 @@ def _is_own(chunk: nn.Module, name: str) -> bool:
     return is_adapter(name) or is_value_head(unwrap(chunk), name)
 
 
-def _metadata() -> dict[str, Any]:
-    return {**SHARDING, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+def _metadata(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """How megatron-core shards a checkpoint, of the facts in its FACTS_FILE."""
+    optimizer = (facts or {}).get(_OPTIMIZER, SHARDING[_OPTIMIZER])
+    groups = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    return {**SHARDING, _OPTIMIZER: optimizer, **groups}
 
 
 def _model_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:

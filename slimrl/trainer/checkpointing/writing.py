@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slimrl.base.errors import NotWritten
 from slimrl.checkpoints.digests import FileDigest, file_digests
 
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
@@ -19,13 +20,15 @@ _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
 class CheckpointWriting:
     """`write`, of each rank for itself, then `finish`, of all together. `write` may run in a thread after `stage`."""
 
-    def __init__(self, partial: Path, directory: Path, rank: int, request: AsyncRequest) -> None:
+    def __init__(self, partial: Path, directory: Path, rank: int, request: AsyncRequest, *, leads: bool) -> None:
         """
         Args:
             partial: folder that is written into.
             directory: its final name.
             request: megatron-core's plan.
+            leads: whether this rank gives the folder its name.
         """
+        self._leads = leads
         self._partial, self._directory, self._rank = partial, directory, rank
         self._function, self._finalize = request.async_fn, request.finalize_fns
         self._arguments, self._preload = list(request.async_fn_args), request.preload_fn
@@ -64,7 +67,8 @@ class CheckpointWriting:
             Checksums of the files that this rank wrote, by name in the folder.
 
         Raises:
-            RuntimeError, OSError: a rank could not write, for example to a full disk.
+            NotWritten: a rank could not write, for example to a full disk; on all ranks.
+            OSError: a file cannot be read back, or the folder not renamed.
         """
         dist.barrier()
         try:
@@ -72,13 +76,13 @@ class CheckpointWriting:
                 function()
         except CheckpointException as error:
             # The exception's own text is a traceback of every rank.
-            raise RuntimeError("; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))) from error
+            raise NotWritten("; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))) from error
         dist.barrier()
         # Before the rename: a network file system may not show this rank the final name at once.
         late = [name for name in _written_by(self._partial, self._rank) if name not in self._digests]
         digests = dict(sorted({**self._digests, **file_digests(self._partial, late)}.items()))
         dist.barrier()
-        if self._rank == 0:
+        if self._leads:
             os.rename(self._partial, self._directory)
         dist.barrier()
         return digests
