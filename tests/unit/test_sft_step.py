@@ -228,10 +228,10 @@ def test_conversations_at_fault_are_named_by_their_lines():
     recipe, trainers, seen, state = Recipe(steps=1), Trainers(), Asked(), RunState()
     recipe.trainer.max_tokens_per_rank = 64
     trainers.skips, trainers.bad = True, [1, 2]
-    examples = [conversation(length, 3) for length in (9, 14, 14, 7)]
+    examples = [conversation(length, 3) for length in (9, 14, 14, 7, 5)]
     update(Step(5), examples, SimpleNamespace(recipe=recipe, trainers=trainers, state=state, progress=seen))
     assert seen.said == [
-        "warning: step 5: update skipped: the losses of 1 of 3 conversations are not finite: "
+        "warning: step 5: update skipped: the losses of 1 of 4 conversations are not finite: "
         "chats.jsonl:14 segment 1, chats.jsonl:14 segment 2"
     ]
     assert state.suspects == ["chats.jsonl:14"]
