@@ -1,4 +1,5 @@
-"""Trainers that die: their ranks are started anew in place, and the run goes on from its newest checkpoint.
+"""Trainers that die: their ranks are started anew in place, and the run goes on from its newest checkpoint, or
+from a newer copy in memory (memory_folder.py).
 
 Engines, gateway, sandboxes, environments and episode workers stay as they are. What the run knows is read again from
 the checkpoint, as `--resume` does, so that it goes on exactly as a resumed run would.
