@@ -1,5 +1,6 @@
-"""Trainers that die: their ranks are started anew in place, and the run goes on from its newest checkpoint. Likewise
-where losses or weights that are not finite would end the run, if it may go back (`stop.rewind_not_finite`).
+"""Trainers that die: their ranks are started anew in place, and the run goes on from its newest checkpoint, or from a
+newer copy in memory (memory_folder.py). Likewise where losses or weights that are not finite would end the run, if it
+may go back (`stop.rewind_not_finite`).
 
 Engines, gateway, sandboxes, environments and episode workers stay as they are. What the run knows is read again from
 the checkpoint, as `--resume` does, so that it goes on exactly as a resumed run would.

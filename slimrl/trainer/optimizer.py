@@ -130,8 +130,8 @@ class Optimizer:
         """
         for group in _saved_groups(saved):
             group["max_lr"], group["min_lr"] = self.scheduler.max_lr, self.scheduler.min_lr
-        # Megatron loads states that each rank wrote as it had them (BY_RANK in checkpoint.py) into views of the weights,
-        # and leaves the steps of torch's Adam alone.
+        # Those that each rank wrote as it had them (BY_RANK in checkpoint.py) are loaded into views of the weights, and
+        # lack the steps of torch's Adam.
         with torch.no_grad():
             self.megatron.load_state_dict(saved)
             for part in self._torch_adams():

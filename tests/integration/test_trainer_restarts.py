@@ -95,20 +95,22 @@ def test_a_rank_that_dies_or_hangs_changes_nothing_of_a_deterministic_run(
     assert exported(folder) == exported(whole)
 
 
-def copies() -> list[Path]:
-    return list(SHARED_MEMORY_DIR.glob("slimrl-checkpoints_*"))
+def copies(run: CliRun) -> list[Path]:
+    """The folder of a run's copies in memory, which has the number of its process."""
+    return list(SHARED_MEMORY_DIR.glob(f"slimrl-checkpoints_*-{run.process.pid}-0"))
 
 
 def test_a_rank_that_dies_costs_the_step_that_it_was_in_where_copies_are_in_memory(
     workspace: Workspace, whole: RunFolder
 ):
     """Without checkpoints on the disk: neither has the run any before its end."""
-    folder, before = workspace.run_folder("copies"), copies()
+    folder = workspace.run_folder("copies")
     more = ("checkpoint.every_steps=0", "checkpoint.in_memory_every_steps=1")
     run = CliRun(["train", GSPO, *deterministic(workspace, "copies", *more)])
     try:
         # The copy of step 2 is complete once step 3 has come to its resync.
         run.wait_until(lambda: num_logged_steps(folder) == 4, RUN_S)
+        assert len(copies(run)) == 1
         time.sleep(random.uniform(0.0, 1.0))
         random.choice(ranks_of(run)).send_signal(signal.SIGKILL)
         assert run.wait(RUN_S) == 0, run.stderr
@@ -122,7 +124,7 @@ def test_a_rank_that_dies_costs_the_step_that_it_was_in_where_copies_are_in_memo
     assert samples(folder) == samples(whole)
     assert exported(folder) == exported(whole)
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000004"]
-    assert copies() == before
+    assert copies(run) == []
 
 
 def test_groups_of_an_asynchronous_run_are_trained_on_once_whatever_becomes_of_its_trainer(workspace: Workspace):

@@ -33,7 +33,7 @@ class Place:
     node: Node
     actor: Any
     path: Path
-    """Of its folder"""
+    """The folder's path on the node"""
 
 
 class MemoryNodes:
@@ -51,7 +51,7 @@ class MemoryNodes:
         self._copying: dict[str, list[Any]] = {}
         """Ray's references to the copies of checkpoints, by their names"""
         self._holders: dict[str, dict[str, list[Place]]] = {}
-        """Of checkpoints that were looked up: who has which file"""
+        """Who has which file of the checkpoints that were looked up"""
 
     def use(self, nodes: Collection[Node]) -> None:
         """Hold checkpoints on these nodes and the driver's, in the place of those before."""

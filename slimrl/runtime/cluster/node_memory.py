@@ -127,7 +127,7 @@ class Fetched:
     """Brings files of a checkpoint's part to a rank's node before it reads them. Ranks get it by Ray."""
 
     actor: Any
-    """Of the node"""
+    """The node's own"""
     folder: str
     """The part, in the folder of a node"""
     sources: Mapping[str, Any]
