@@ -1,6 +1,7 @@
 """A disk that is full ends a command with one message; /dev/full is one."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import typer
 
 from slimrl.base.atomic import atomic_file
+from slimrl.base.spans import PROFILED, RECORDING, Spans
 from slimrl.cli.exit_codes import exit_codes
 from slimrl.observability.logs import log_to_file
 
@@ -54,3 +56,17 @@ def test_a_log_on_a_full_disk_is_said_once_and_stops_nobody(log: logging.Logger,
     for _ in range(3):
         log.info("a line")
     assert capfd.readouterr().err == "/dev/full: cannot be written: no space left on the disk\n"
+
+
+def test_what_is_timed_goes_on_without_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / PROFILED).touch()
+    (tmp_path / RECORDING).write_text("step")
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / f"driver-{os.getpid()}.jsonl").symlink_to(FULL)
+    spans, done = Spans(), []
+    spans.open(tmp_path, "driver")
+    for number in range(3):
+        with spans("rollout"):
+            done.append(number)
+    assert done == [0, 1, 2]
+    assert caplog.messages == ["driver records no more spans: no space left on the disk"]
