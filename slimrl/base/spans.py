@@ -9,6 +9,7 @@
 
 import heapq
 import json
+import logging
 import os
 import threading
 import time
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
+
+from slimrl.base.atomic import disk_reason
 
 PROFILE_FOLDER = "profile"
 """Name of the profile's folder in a run's folder"""
@@ -28,6 +31,8 @@ LOOK_S = 0.005
 """Seconds between two looks for the file RECORDING."""
 VARIABLE = "SLIMRL_PROFILE"
 """`FOLDER:PROCESS`, in the environment of processes that the run starts by themselves"""
+
+log = logging.getLogger(__name__)
 
 _TRACK: ContextVar[str] = ContextVar("track", default="")
 
@@ -109,8 +114,13 @@ class Spans:
             "end": time.time_ns(),
             **({"details": details} if details else {}),
         }
-        if (file := self._opened(step)) is not None:
-            file.write(json.dumps(span) + "\n")
+        try:
+            if (file := self._opened(step)) is not None:
+                file.write(json.dumps(span) + "\n")
+        except OSError as error:
+            # What is timed goes on. A full disk ends the run where it writes what it needs.
+            log.warning("%s records no more spans: %s", self.process, disk_reason(error))
+            self._folder = self._file = None
 
     @contextmanager
     def lane(self, kind: str) -> Iterator[None]:

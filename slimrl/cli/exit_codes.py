@@ -1,5 +1,6 @@
 """Exit codes of commands: 0 done, 2 the user's input was refused, 1 failed, 75 preempted by SIGUSR1."""
 
+import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,9 @@ import typer
 
 from slimrl.observability.logs import log_folder
 from slimrl.observability.terminal import plain_console
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of errors by which a disk says that it takes no more"""
 
 
 @contextmanager
@@ -32,6 +36,16 @@ def exit_codes() -> Iterator[None]:
             from slimrl.config.yaml_source import display_path
 
             errors.print(f"logs: {display_path(folder)}")
+        raise typer.Exit(1) from None
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        logging.getLogger(__name__).exception("failed")
+        where = f"{error.filename}: " if error.filename else ""
+        errors.print(
+            f"failed: {where}no space left on the disk. Free some and give the same command again; with --resume a run "
+            "goes on from its newest checkpoint."
+        )
         raise typer.Exit(1) from None
     except Preempted as error:
         errors.print(str(error))

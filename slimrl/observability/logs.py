@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from slimrl.base.atomic import disk_reason
 from slimrl.base.visible import visible
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -25,7 +26,17 @@ class _Hiding(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """The handler that `log_to_file` installs, known by its class"""
+    """The handler that `log_to_file` installs, known by its class; of a disk that is full it says so once."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            print(f"{self.baseFilename}: cannot be written: {disk_reason(error)}", file=sys.stderr)
 
 
 def log_to_file(path: Path, hide: Callable[[str], str] = lambda text: text) -> None:

@@ -7,6 +7,7 @@
 """
 
 import json
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE_S = 5.0
 """Seconds for an engine to answer a scrape."""
+CLIENT_S = 30.0
+"""Seconds for whoever asks to send a request and to take its answer."""
 
 
 class Live(Protocol):
@@ -31,6 +34,13 @@ class Live(Protocol):
 
     def engine_urls(self) -> Mapping[str, str]:
         """Addresses of the engines, by name."""
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        # Whoever asked has gone; the terminal is the run's.
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class PrometheusTracker:
@@ -49,6 +59,8 @@ class PrometheusTracker:
         tracker = self
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = CLIENT_S
+
             def do_GET(self) -> None:
                 status, kind, body = tracker.answer(self.path.split("?")[0], self.headers.get("Host", ""))
                 self.send_response(status)
@@ -62,7 +74,7 @@ class PrometheusTracker:
 
         host, _, port = address.rpartition(":")
         try:
-            self._server = ThreadingHTTPServer((host, int(port)), Handler)
+            self._server = _Server((host, int(port)), Handler)
         except (OSError, ValueError, OverflowError) as error:
             raise ValueError(f"tracking.prometheus: {address}: cannot be listened at as HOST:PORT: {error}") from error
         self.port = self._server.server_address[1]

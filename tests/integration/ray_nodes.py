@@ -17,15 +17,19 @@ from slimrl.launch.ray_node import client_server_option
 
 START_S = 90.0
 STARTED = "Ray runtime started"
+NICENESS = {"RAY_worker_niceness": "0"}
+"""As in a run's own cluster; Ray's 15 leaves actors what other processes of the machine do not take."""
 
 
 class RayNodes:
     """Nodes of so many slots, the head first; `address` is the head's.
 
-    Slots are cores, or with `gpus` GPUs as Ray counts them, whatever this machine has.
+    Slots are cores, or with `gpus` GPUs as Ray counts them, whatever this machine has. With `apart` each node has
+    an address of the loopback interface to itself, and all have a folder of temporary files that ends with them.
     """
 
-    def __init__(self, *slots: int, gpus: bool = False) -> None:
+    def __init__(self, *slots: int, gpus: bool = False, apart: bool = False) -> None:
+        self._apart = apart
         self._resource = "num-gpus" if gpus else "num-cpus"
         # The path of a socket in it is limited to 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="slimrl-nodes-", dir="/tmp"))
@@ -39,12 +43,17 @@ class RayNodes:
         try:
             head = ["--head", "--include-dashboard=false", f"--port={port}"]
             self._start(slots[0], [*head, *client_server_option(client_port)])
-            self.address = f"{self._own_address()}:{port}"
+            self.address = f"{self._address_of_head()}:{port}"
             for count in slots[1:]:
                 self.join(count)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def count(self) -> int:
+        """Nodes so far, those included that have died."""
+        return len(self._processes)
 
     def join(self, count: int) -> None:
         """Start a node more, with so many slots."""
@@ -52,18 +61,20 @@ class RayNodes:
 
     def _start(self, count: int, options: list[str]) -> None:
         index, (agent_port,) = len(self._processes), free_ports(1)
+        address = [f"--node-ip-address=127.0.0.{index + 1}"] if self._apart else []
+        own = {**NICENESS, **({"TMPDIR": str(self.folder)} if self._apart else {})}
         search_path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         log = self.folder / f"node_{index}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options,
+                    sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options, *address,
                     f"--{self._resource}={count}", f"--temp-dir={self.folder / str(index)}",
                     f"--dashboard-agent-listen-port={agent_port}",
                     "--object-store-memory=200000000", "--disable-usage-stats",
                     "--min-worker-port=0", "--max-worker-port=0",
                 ],
-                env={**os.environ, **self.environment, "PYTHONPATH": os.pathsep.join(search_path)},
+                env={**os.environ, **self.environment, **own, "PYTHONPATH": os.pathsep.join(search_path)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -77,7 +88,7 @@ class RayNodes:
             time.sleep(0.2)
         self.members(index)
 
-    def _own_address(self) -> str:
+    def _address_of_head(self) -> str:
         """As the head's raylet was told it."""
         (raylet,) = [p for p in self.members(0) if Path(p.cmdline()[0]).name == "raylet"]
         (flag,) = [text for text in raylet.cmdline() if text.startswith("--node_ip_address=")]

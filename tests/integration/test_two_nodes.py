@@ -132,6 +132,23 @@ def test_a_node_that_dies_in_the_middle_is_named_and_the_run_ends(workspace: Wor
 
 
 @pytest.mark.full
+def test_a_head_that_is_lost_is_named_and_the_run_ends(workspace: Workspace, start_nodes: StartNodes):
+    nodes = start_nodes(1, 1)
+    folder = workspace.run_folder("headless")
+    run = CliRun(["train", GSPO, *overrides(workspace, "headless", "steps=1000"), "--ray-address", nodes.address])
+    try:
+        run.wait_until(lambda: num_logged_steps(folder) >= 2, RUN_S)
+        (head,) = nodes.running("gcs_server")
+        head.kill()
+        assert run.wait(LOSS_S) == 1, run.stderr
+    finally:
+        run.close()
+    assert run.stderr.count(f"failed: Ray's head at {nodes.address} is lost") == 1, run.stderr
+    assert "Traceback" not in run.stderr
+    assert nodes.left(*OURS) == []
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_ranks_of_a_lost_node_start_on_a_spare_one_and_the_run_goes_on(workspace: Workspace, start_nodes: StartNodes):
     nodes = start_nodes(1, 1, 1, 1)

@@ -138,7 +138,9 @@ def test_a_cluster_in_use_is_refused_with_what_is_free(ray_group):
 @pytest.fixture
 def ray_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Ray that notes how it is started, in a system whose temporary folder is a test's."""
-    made = SimpleNamespace(journal=[], fails=None, environment={})
+    made = SimpleNamespace(journal=[], fails=None, environment={}, watched=[])
+    monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
+    monkeypatch.setattr(ray_cluster, "watching_head", lambda address: made.watched.append(address) or nullcontext())
     monkeypatch.setattr(ray_cluster.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(ray_cluster, "_MAX_SOCKET_BYTES", 1000)
     for name in (
@@ -214,6 +216,8 @@ def test_the_sockets_of_a_cluster_have_paths_that_the_kernel_takes(ray_start, mo
     monkeypatch.setattr(ray_cluster.ray, "init", lambda **named: given.update(named))
     monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray_cluster, "guarded", lambda *_: nullcontext())
+    monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
+    monkeypatch.setattr(ray_cluster, "watching_head", lambda _: nullcontext())
     outer = Path("/tmp") / f"t{os.getpid()}".ljust(length - len("/tmp/"), "x")
     outer.mkdir()
     monkeypatch.setattr(ray_cluster.tempfile, "gettempdir", lambda: str(outer))
@@ -346,6 +350,7 @@ def test_a_run_joins_the_cluster_at_its_address_and_leaves_it(ray_start, tmp_pat
         assert list(tmp_path.iterdir()) == []
     (_, given), last = ray_start.journal
     assert (given["address"], given["log_to_driver"], last) == ("head:6379", False, "shutdown")
+    assert ray_start.watched == ["head:6379"]
     assert "num_cpus" not in given
     ray_start.fails = ConnectionError("refused")
     with pytest.raises(StageError, match=r"no Ray cluster answers at head:6379: refused"):

@@ -1,6 +1,7 @@
 """At least how long a run waits for a trainer that is started anew in place, and for a new job in its stead.
 
-Both read the newest checkpoint and send the weights to the engines. A new job starts its engines too, and each of their
+Both compare the newest checkpoint with its checksums, on the driver's node, read it, and send the weights to the
+engines. A new job starts its engines too, and each of their
 nodes reads the model. Neither has the start of processes and communication groups, the engines' CUDA graphs, nor the
 wait for nodes.
 """
@@ -15,6 +16,8 @@ from slimrl.estimates.planner.save import GATHERED_BYTES
 @dataclass(frozen=True, kw_only=True)
 class Restart:
     checkpoint_bytes: int
+    check_s: float
+    """Seconds in which the driver's node reads the checkpoint for its checksums"""
     checkpoint_s: float
     """Seconds in which all nodes of the trainer read the checkpoint"""
     engines_s: float
@@ -25,7 +28,7 @@ class Restart:
 
     @property
     def in_place_s(self) -> float:
-        return self.checkpoint_s + self.resync_s
+        return self.check_s + self.checkpoint_s + self.resync_s
 
     @property
     def new_job_s(self) -> float:
@@ -56,6 +59,7 @@ def plan_restart(
     every = recipe.checkpoint.every_steps
     return Restart(
         checkpoint_bytes=nbytes,
+        check_s=_read_s(nbytes, 1, hardware),
         checkpoint_s=_read_s(nbytes, -(-recipe.trainer.num_ranks // hardware.gpus_per_node), hardware),
         engines_s=_read_s(engine_nodes * sent_bytes, engine_nodes, hardware),
         resync_s=resync_s,

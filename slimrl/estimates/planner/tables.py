@@ -210,7 +210,10 @@ def _time(plan: Plan) -> Table:
 
 
 def _restart(restart: Restart, every_steps: int) -> Table:
-    size = f"a checkpoint of {restart.checkpoint_bytes / GB:,.0f} GB is read in {restart.checkpoint_s:,.0f} s"
+    size = (
+        f"a checkpoint of {restart.checkpoint_bytes / GB:,.0f} GB is checked in {restart.check_s:,.0f} s and read in "
+        f"{restart.checkpoint_s:,.0f} s"
+    )
     model = f", the engines' model in {restart.engines_s:,.0f} s" if restart.engines_s else ""
     lost = "all steps: checkpoint.every_steps is 0"
     if restart.lost_s is not None:

@@ -26,6 +26,7 @@ import ray
 from slimrl.base.errors import StageError
 from slimrl.base.processes import await_end, send_all
 from slimrl.runtime.cluster.guard import end_members, guarded
+from slimrl.runtime.cluster.head_watch import watching_head
 from slimrl.runtime.cluster.private_access import private_access
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
     if address is not None:
         try:
             _join(address)
-            yield
+            with watching_head(ray.get_runtime_context().gcs_address):
+                yield
         finally:
             ray.shutdown()
         return
@@ -78,7 +80,8 @@ def ray_cluster(address: str | None, *, num_slots: int) -> Iterator[None]:
             try:
                 with _variables(_inherited_by_processes(folder, temporary_files)):
                     _start_local(folder, num_slots)
-                yield
+                with watching_head(ray.get_runtime_context().gcs_address):
+                    yield
             finally:
                 _shut_down()
     finally:

@@ -1,0 +1,117 @@
+"""Faults and runs of sessions, and the tables of them."""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from figures import make_table
+from rich.table import Table
+
+
+@dataclass(kw_only=True)
+class Record:
+    """A fault."""
+
+    leg: str
+    mode: str
+    kind: str
+    at_s: float
+    """Since the first step of the leg"""
+    what: str = ""
+    ended: bool = False
+    """Whether the run ended as it should, and was continued"""
+    end_s: float | None = None
+    """From the fault to that end"""
+    recovery_s: float | None = None
+    """From the fault, which may last, to the next completed step"""
+    lost_steps: int = 0
+    """Completed steps that were done again"""
+    problem: str = ""
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """A leg."""
+
+    leg: str
+    mode: str
+    seconds: float = 0.0
+    """From the first steps to the last fault's recovery"""
+    steps: int = 0
+    starts: int = 0
+    """Starts of the driver"""
+    problems: list[str] = field(default_factory=list)
+    ledger: dict[str, int] = field(default_factory=dict)
+    """Groups of an asynchronous run by how they left"""
+    equal: bool | None = None
+    """Whether metrics and export of a deterministic run are those of one to which nothing happened"""
+
+
+def figures(records: Iterable[Record], verdicts: Iterable[Verdict]) -> dict[str, Any]:
+    return {"faults": [asdict(one) for one in records], "legs": [asdict(one) for one in verdicts]}
+
+
+def merged(files: Iterable[Mapping[str, Any]]) -> tuple[list[Record], list[Verdict]]:
+    """The faults and legs of several results."""
+    records, verdicts = [], []
+    for file in files:
+        records += [Record(**one) for one in file["faults"]]
+        verdicts += [Verdict(**one) for one in file["legs"]]
+    return records, verdicts
+
+
+def problems(records: Iterable[Record], verdicts: Iterable[Verdict]) -> list[str]:
+    return [
+        *(f"{one.leg}: {one.kind} ({one.what}) at {one.at_s:.0f} s: {one.problem}" for one in records if one.problem),
+        *(f"{one.leg}: {text}" for one in verdicts for text in one.problems),
+    ]
+
+
+def table_of_kinds(records: list[Record], verdicts: list[Verdict]) -> Table:
+    hours = sum(one.seconds for one in verdicts) / 3600
+    columns = (
+        "kind",
+        "modes",
+        "faults",
+        "went on",
+        "continued",
+        "bad",
+        "to end s",
+        "median s",
+        "longest s",
+        "steps lost",
+    )
+    table = make_table(f"{len(records)} faults in {hours:.2f} h", columns, labels=2)
+    for kind in sorted({one.kind for one in records}):
+        of_kind = [one for one in records if one.kind == kind]
+        good = [one for one in of_kind if not one.problem]
+        seconds = [one.recovery_s for one in good if one.recovery_s is not None]
+        table.add_row(
+            kind,
+            ", ".join(sorted({one.mode for one in of_kind})),
+            str(len(of_kind)),
+            str(sum(not one.ended for one in good)),
+            str(sum(one.ended for one in good)),
+            str(len(of_kind) - len(good)),
+            longest([one.end_s for one in good if one.end_s is not None]),
+            f"{statistics.median(seconds):.1f}" if seconds else "",
+            longest(seconds),
+            str(max((one.lost_steps for one in good), default=0)),
+        )
+    return table
+
+
+def longest(seconds: list[float]) -> str:
+    return f"{max(seconds):.1f}" if seconds else ""
+
+
+def table_of_legs(verdicts: list[Verdict]) -> Table:
+    table = make_table("runs", ("run", "seconds", "steps", "starts", "groups", "as undisturbed", "problems"), labels=1)
+    for one in verdicts:
+        groups = ", ".join(f"{name} {count}" for name, count in sorted(one.ledger.items()))
+        equal = "" if one.equal is None else "yes" if one.equal else "no"
+        table.add_row(
+            one.leg, f"{one.seconds:.0f}", str(one.steps), str(one.starts), groups, equal, str(len(one.problems))
+        )
+    return table
