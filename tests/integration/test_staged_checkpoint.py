@@ -102,14 +102,14 @@ def digests_through_memory(rank: int, world_size: int, port: int, hf: Path, out:
     )  # fmt: skip
     worker.load_hf()
     worker.optimizer.create_state()
-    change(worker, seed=rank, step=7.0)
+    change(worker, seed=0, step=7.0)
     writing = worker.begin_checkpoint(out / "memory", same_layout=True)
     worker.save_checkpoint(out / "disk")
     writing.write()
     memory = writing.finish()
     before, found = values(worker), {}
     for name in ("disk", "memory"):
-        change(worker, seed=100 + rank, step=9.0)
+        change(worker, seed=100, step=9.0)
         worker.load_checkpoint(out / name)
         found[name] = values(worker)
     # Buffers of weights have padding, which no checkpoint has.
@@ -132,12 +132,13 @@ def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 def change(worker: TrainerWorker, seed: int, step: float) -> None:
-    """Other weights, main weights, moments and number of updates."""
-    torch.manual_seed(seed)
+    """Other main weights, moments and number of updates on each rank, and other weights, the same on all."""
     with torch.no_grad():
-        for tensor in [*weight_tensors(worker.chunks), *worker.optimizer.tensors()]:
-            if tensor.is_floating_point():
-                tensor.uniform_(0.1, 1.0) if tensor.dim() else tensor.fill_(step)
+        for tensors, of_rank in ((worker.optimizer.tensors(), worker.layout.rank), (weight_tensors(worker.chunks), 0)):
+            torch.manual_seed(seed + of_rank)
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    tensor.uniform_(0.1, 1.0) if tensor.dim() else tensor.fill_(step)
 
 
 @pytest.mark.parametrize(
