@@ -49,9 +49,11 @@ def waited(worker: TrainerWorker, folder: Path) -> dict[str, float]:
     return {"held_s": held_s, "complete_s": held_s}
 
 
-def beside(worker: TrainerWorker, folder: Path, thread: ThreadPoolExecutor) -> dict[str, float]:
+def beside(
+    worker: TrainerWorker, folder: Path, thread: ThreadPoolExecutor, *, same_layout: bool = False
+) -> dict[str, float]:
     start_s = time.monotonic()
-    writing = worker.begin_checkpoint(folder)
+    writing = worker.begin_checkpoint(folder, same_layout=same_layout)
     held_s = time.monotonic() - start_s
     thread.submit(writing.write).result()
     written_s = time.monotonic()
@@ -73,7 +75,10 @@ def measure(nbytes: float, repeats: int, folder: Path, memory: Path) -> dict[str
         for number in range(repeats + 1):
             for name in found:
                 saved = (memory if name == "memory" else folder) / f"{name}_{number}"
-                taken = waited(worker, saved) if name == "waited" else beside(worker, saved, thread)
+                if name == "waited":
+                    taken = waited(worker, saved)
+                else:
+                    taken = beside(worker, saved, thread, same_layout=name == "memory")
                 size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
                 shutil.rmtree(saved)
                 # The first of each makes the optimizer's state and fills caches.

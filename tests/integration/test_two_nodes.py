@@ -199,7 +199,8 @@ def test_a_lost_node_takes_no_copy_in_memory_with_it(workspace: Workspace, start
     finally:
         run.close()
     (step,) = re.findall(r"the trainer has started again after \S+ s, and goes on after step (\d)", run.stdout)
-    assert int(step) in (2, 3), run.stdout
+    # The newest whose files were on two nodes by then.
+    assert int(step) in (1, 2, 3), run.stdout
     assert f"continuing after step {step}, from the copy in memory" in run.stdout
     assert steps_without_times(folder) == steps_without_times(whole)
     assert exported(folder) == exported(whole)
