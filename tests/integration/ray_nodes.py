@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import psutil
 
-from slimrl.base.processes import await_end
+from slimrl.base.processes import await_end, send_all
 from slimrl.engines.servers.ports import free_ports
 from slimrl.launch.ray_node import client_server_option
 
 START_S = 90.0
-STARTED = "Ray runtime started"
+START_ATTEMPTS = 3
+STARTED, TOO_SLOW = "Ray runtime started", "timed out during startup"
 NICENESS = {"RAY_worker_niceness": "0"}
 """As in a run's own cluster; Ray's 15 leaves actors what other processes of the machine do not take."""
 
@@ -60,6 +62,21 @@ class RayNodes:
         self._start(count, [f"--address={self.address}"])
 
     def _start(self, count: int, options: list[str]) -> None:
+        for attempt in range(1, START_ATTEMPTS + 1):
+            before = set(self._family)
+            try:
+                self._try_start(count, options)
+                return
+            except AssertionError as error:
+                # Ray itself waits for half a minute, which a busy machine exceeds.
+                if TOO_SLOW not in str(error) or attempt == START_ATTEMPTS:
+                    raise
+                failed = self._processes.pop()
+                failed.kill()
+                failed.wait(15)
+                send_all(self._family - before, signal.SIGKILL)
+
+    def _try_start(self, count: int, options: list[str]) -> None:
         index, (agent_port,) = len(self._processes), free_ports(1)
         address = [f"--node-ip-address=127.0.0.{index + 1}"] if self._apart else []
         own = {**NICENESS, **({"TMPDIR": str(self.folder)} if self._apart else {})}
@@ -83,6 +100,7 @@ class RayNodes:
         self._processes.append(process)
         deadline = time.monotonic() + START_S
         while STARTED not in log.read_text():
+            self.members(index)
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)

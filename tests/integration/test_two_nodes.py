@@ -143,7 +143,7 @@ def test_a_head_that_is_lost_is_named_and_the_run_ends(workspace: Workspace, sta
         assert run.wait(LOSS_S) == 1, run.stderr
     finally:
         run.close()
-    assert run.stderr.count(f"failed: Ray's head at {nodes.address} is lost") == 1, run.stderr
+    assert " ".join(run.stderr.split()).count(f"failed: Ray's head at {nodes.address} is lost") == 1, run.stderr
     assert "Traceback" not in run.stderr
     assert nodes.left(*OURS) == []
 

@@ -1,41 +1,76 @@
-"""The head of a cluster is lost when nobody has answered at its port for long enough, and not before."""
+"""A head of a cluster is lost when nobody answers at its port: that is said at once, and later ends the run."""
 
 import socket
+import threading
 import time
+from collections.abc import Callable
 
 from slimrl.runtime.cluster.head_watch import watching_head
 
 
-def listen(port: int = 0) -> socket.socket:
-    listener = socket.create_server(("127.0.0.1", port))
-    listener.settimeout(0.0)
-    return listener
+class Head:
+    """A server that keeps its connections, as the head does, and dies as one."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.port = self._listener.getsockname()[1]
+        self.taken: list[socket.socket] = []
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                self.taken.append(self._listener.accept()[0])
+            except OSError:
+                return
+
+    def hang_up(self) -> None:
+        for connection in self.taken:
+            connection.close()
+
+    def die(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.hang_up()
 
 
-def test_a_head_is_lost_once_after_its_deadline():
-    head, said = listen(), list[str]()
-    address = f"127.0.0.1:{head.getsockname()[1]}"
-    with watching_head(address, said.append, lost_s=0.5, poll_s=0.05):
-        time.sleep(1.0)
+def wait(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_lost_head_is_said_once_and_ends_the_run_after_its_deadline():
+    head, said, ends = Head(), list[str](), list[float]()
+    address = f"127.0.0.1:{head.port}"
+    with watching_head(address, said.append, lambda: ends.append(time.monotonic()), lost_s=2.0, poll_s=0.05):
+        wait(lambda: len(head.taken) == 1)
+        # One that hangs up is not lost.
+        head.hang_up()
+        wait(lambda: len(head.taken) == 2)
+        time.sleep(2.5)
         assert said == []
-        closed = time.monotonic()
-        head.close()
-        while not said and time.monotonic() < closed + 20:
-            time.sleep(0.01)
-        time.sleep(1.0)
+        head.die()
+        wait(lambda: said != [])
+        noticed = time.monotonic()
+        wait(lambda: ends != [])
+        time.sleep(0.5)
+    assert ends[0] - noticed > 0.5
+    assert len(ends) == 1
     (message,) = said
-    assert message.startswith(f"Ray's head at {address} is lost: nobody has answered there for 0.5 s.")
+    assert message.startswith(f"Ray's head at {address} is lost: nobody answers there.")
 
 
-def test_a_head_that_comes_back_in_time_and_one_after_the_run_are_not_lost():
-    head, said = listen(), list[str]()
-    port = head.getsockname()[1]
-    with watching_head(f"127.0.0.1:{port}", said.append, lost_s=3.0, poll_s=0.2):
-        time.sleep(3.5)
-        head.close()
-        time.sleep(0.8)
-        head = listen(port)
-        time.sleep(3.5)
-    head.close()
-    time.sleep(3.5)
-    assert said == []
+def test_a_head_that_comes_back_in_time_and_one_after_the_run_end_nothing():
+    head, said, ends = Head(), list[str](), list[None]()
+    with watching_head(f"127.0.0.1:{head.port}", said.append, lambda: ends.append(None), lost_s=5.0, poll_s=0.05):
+        wait(lambda: len(head.taken) == 1)
+        head.die()
+        wait(lambda: len(said) == 1)
+        head = Head(head.port)
+        wait(lambda: len(head.taken) == 1)
+        time.sleep(5.5)
+    head.die()
+    time.sleep(0.5)
+    assert (len(said), ends) == (1, [])

@@ -1,6 +1,7 @@
 """The head of the cluster, without which a run cannot go on: where it is lost, the run says so and ends.
 
-Ray by itself ends the driver's process a minute after that without a word, so this comes before.
+Ray itself ends the driver's process without a word: within a second or two where the driver's own node goes with the
+head, else a minute later. So a connection to the head is kept, whose end is known at once and said before that.
 """
 
 import logging
@@ -10,13 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from slimrl.observability.terminal import plain_console
 
 LOST_S = 45.0
 """Seconds without a connection to the head after which it is lost; Ray's own 60 begin a little later."""
-POLL_S = 2.0
+POLL_S = 0.2
 CONNECT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -24,15 +25,20 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def watching_head(
-    address: str, lost: Callable[[str], None] | None = None, *, lost_s: float = LOST_S, poll_s: float = POLL_S
+    address: str,
+    say: Callable[[str], None] | None = None,
+    end: Callable[[], None] | None = None,
+    *,
+    lost_s: float = LOST_S,
+    poll_s: float = POLL_S,
 ) -> Iterator[None]:
-    """Call `lost` with a message, from a thread, if nobody takes connections at HOST:PORT for `lost_s` seconds.
+    """Say so, from a thread, once nobody takes connections at HOST:PORT any more; `end` after `lost_s` seconds of it.
 
-    Without `lost` the message is printed, and the process ends at once with exit code 1: nothing that Ray is asked
-    would be answered. Processes of the run end as if the driver had been killed.
+    By default the message goes to the log and the terminal, and the process ends at once with exit code 1: nothing
+    that Ray is asked would be answered. Processes of the run end as if the driver had been killed.
     """
     ended = threading.Event()
-    arguments = (address, lost or _end, ended, lost_s, poll_s)
+    arguments = (address, say or _say, end or _end, ended, lost_s, poll_s)
     watch = threading.Thread(target=_watch, args=arguments, name="head watch", daemon=True)
     watch.start()
     try:
@@ -42,32 +48,64 @@ def watching_head(
         watch.join(CONNECT_S + poll_s)
 
 
-def _watch(address: str, lost: Callable[[str], None], ended: threading.Event, lost_s: float, poll_s: float) -> None:
-    seen = time.monotonic()
+def _watch(
+    address: str,
+    say: Callable[[str], None],
+    end: Callable[[], None],
+    ended: threading.Event,
+    lost_s: float,
+    poll_s: float,
+) -> None:
+    seen, connection, said = time.monotonic(), None, False
     while not ended.wait(poll_s):
-        if _answers(address):
-            seen = time.monotonic()
-        elif time.monotonic() - seen > lost_s:
-            lost(
-                f"Ray's head at {address} is lost: nobody has answered there for {lost_s:g} s. "
-                "Start Ray again, and the same command with --resume goes on from the newest checkpoint."
+        if connection is None or _is_closed(connection):
+            # The head itself closes a connection that asks nothing, after a while.
+            connection = _connect(address)
+        if connection is not None:
+            seen, said = time.monotonic(), False
+            continue
+        if not said:
+            say(
+                f"Ray's head at {address} is lost: nobody answers there. The run ends where it is not back within "
+                f"{lost_s:g} s; on a cluster with a head, --resume goes on from the newest checkpoint."
             )
+            said = True
+        if time.monotonic() - seen > lost_s:
+            end()
             return
+    if connection is not None:
+        connection.close()
 
 
-def _answers(address: str) -> bool:
+def _connect(address: str) -> socket.socket | None:
     host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
+        connection.setblocking(False)
+        return connection
+    return None
+
+
+def _is_closed(connection: socket.socket) -> bool:
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except OSError:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
         return False
+    except OSError:
+        pass
+    connection.close()
     return True
 
 
-def _end(message: str) -> None:
+def _say(message: str) -> None:
     log.error("%s", message)
-    logging.shutdown()
     plain_console(stderr=True).print(f"failed: {message}")
+    sys.stderr.flush()
+
+
+def _end() -> None:
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
