@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft-updates", type=int, default=300)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="print the tables of these results alone")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="only the tables of these results")
     options = parser.parse_args()
     if not options.merge and PRIVATE not in os.environ:
         enter_namespaces()
@@ -64,6 +64,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         records, verdicts = session(options, lambda *so_far: write_figures(options.json, figures(*so_far)))
     found = problems(records, verdicts)
+    write_figures(options.json, {**figures(records, verdicts), "problems": found})
     console = Console(width=140)
     console.print(table_of_kinds(records, verdicts), table_of_legs(verdicts))
     for text in found:
