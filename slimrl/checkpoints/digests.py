@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,31 @@ def file_digests(root: Path, names: Iterable[str], seen: Seen = not_shown) -> di
             digests[name] = digest
             seen(done, len(names))
     return digests
+
+
+def differences(root: Path, files: Mapping[str, FileDigest], seen: Seen = not_shown, *, contents: bool) -> list[str]:
+    """What differs between files and their digests, as lines of text.
+
+    Args:
+        files: digests by the files' names relative to `root`.
+        contents: read every file for its checksum, if the sizes are right; otherwise compare these alone.
+    """
+    if (found := list(_wrong_sizes(root, files))) or not contents:
+        return found
+    try:
+        read = file_digests(root, files, seen)
+    except OSError as error:
+        return [f"{error.filename}: {error.strerror}"]
+    return [f"{name}: its checksum differs" for name in files if read[name] != files[name]]
+
+
+def _wrong_sizes(root: Path, files: Mapping[str, FileDigest]) -> Iterator[str]:
+    for name, written in files.items():
+        path = root / name
+        if not path.is_file():
+            yield f"{name}: missing"
+        elif (size := path.stat().st_size) != written.bytes:
+            yield f"{name}: {size} bytes instead of {written.bytes}"
 
 
 def check_spans(descriptor: int, file: Path, spans: Iterable[Span], advance: Callable[[int], None]) -> None:

@@ -204,7 +204,9 @@ def _train(
 
             def rewind() -> tuple[Path | None, RunState]:
                 """Go back to the newest checkpoint, or to the copy in memory if that is newer."""
-                found = newest_copy(memory, folder, progress.say) or _resume_point(folder, recipe, progress)
+                found = newest_copy(memory, folder, progress.say) or _resume_point(
+                    folder, recipe, progress, contents=False
+                )
                 if memory is not None:
                     memory.forget_after(found[1].step)
                 trackers.rewind(_kept_step(*found))
@@ -350,11 +352,12 @@ def _say_all(notes: Sequence[str], progress: Progress) -> None:
 
 
 def _resume_point(
-    folder: RunFolder, recipe: Recipe, progress: Progress, *, learns: bool = False
+    folder: RunFolder, recipe: Recipe, progress: Progress, *, learns: bool = False, contents: bool = True
 ) -> tuple[Path | None, RunState]:
     """The newest checkpoint and its state; None and a new state if there is no checkpoint.
 
     Args:
+        contents: as for `check_checkpoint`. False where the ranks read all files for their checksums.
         learns: the run is one of reinforcement learning, which may have a critic.
 
     Raises:
@@ -363,7 +366,7 @@ def _resume_point(
     found = None
     if folder.has_checkpoint:
         with progress.stage("checking the checkpoint"), progress.phase("checksums", 0, "files") as phase:
-            found = resume_point(folder, recipe, contents=True, seen=phase.update)
+            found = resume_point(folder, recipe, contents=contents, seen=phase.update)
             if found is not None and learns:
                 check_critic(found.path, recipe)
     folder.note_checkpoint(None if found is None else found.state.step)

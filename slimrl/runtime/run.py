@@ -20,7 +20,7 @@ from slimrl.runtime.checkpoint_writer import CheckpointPart, CheckpointWriter
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
 from slimrl.runtime.memory_folder import MemoryFolder
 from slimrl.runtime.preemption import Preemption
-from slimrl.runtime.state import CheckpointFolder, RunState
+from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 from slimrl.runtime.step_metrics import Step
 from slimrl.runtime.stop_rule import count_crossed, limits_of, stop_report
 
@@ -174,13 +174,18 @@ class Run:
         """Start ranks in the place of those that have ended.
 
         Args:
-            checkpoint: that they load; None for the weights that the recipe names.
+            checkpoint: that they load; None for the weights that the recipe names. The policy's ranks compare its files
+                with their checksums, but for a copy in memory, whose files are on several nodes.
 
         Raises:
-            StageError: a rank does not start.
+            StageError: a rank does not start, or the checkpoint is damaged.
         """
-        for group in self._groups:
-            group.restart(checkpoint)
+        files = None
+        if checkpoint is not None and checkpoint.parent == self.folder.checkpoints:
+            _, files = read_state(checkpoint)
+        self.trainers.restart(checkpoint, files)
+        if self.critics is not None:
+            self.critics.restart(checkpoint)
 
     def finish(self) -> None:
         """Export the model, or only save a checkpoint if the run was preempted."""

@@ -12,7 +12,8 @@ import pytest
 import ray
 
 from slimrl.algorithms.objective import loss_function
-from slimrl.checkpoints.digests import FileDigest
+from slimrl.base.errors import StageError
+from slimrl.checkpoints.digests import FileDigest, differences, file_digests
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
 from slimrl.data.packing import pack
@@ -305,3 +306,28 @@ def test_folders_reach_the_ranks_as_absolute_paths_and_the_checksums_of_all_rank
     ):
         given, _ = group._actors.last(method)
         assert given == {f"trainer {rank}": (Path(path).absolute(), *(of[rank] for of in more)) for rank in range(4)}
+
+
+def test_ranks_compare_a_share_of_a_checkpoints_files_each_before_any_is_loaded(monkeypatch, actor_class, tmp_path):
+    sizes = (900, 5, 70, 80, 6, 7, 300, 400)
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}").write_bytes(bytes(size))
+    digests = file_digests(tmp_path, map(str, range(len(sizes))))
+    group = make(monkeypatch, "trainer")
+    group._actors.answers["compare_files"] = lambda rank, root, files: differences(root, files, contents=True)
+    group.start(tmp_path, digests)
+    given, timeout_s = group._actors.last("compare_files")
+    assert timeout_s == 22.0
+    shares = [set(files) for _, files in given.values()]
+    # By size: 900 and 70 bytes, 400 and 7, 300 and 6, 80 and 5.
+    assert shares == [{"0", "2"}, {"7", "5"}, {"6", "4"}, {"3", "1"}]
+    assert [method for method, _ in group._actors.calls[-8:]] == [*4 * ["compare_files"], *4 * ["load_checkpoint"]]
+
+    (tmp_path / "7").write_bytes(bytes(399) + b"x")
+    (tmp_path / "4").unlink()
+    group = make(monkeypatch, "trainer")
+    group._actors.answers["compare_files"] = lambda rank, root, files: differences(root, files, contents=True)
+    said = f"{tmp_path} is damaged:\n  4: missing\n  7: its checksum differs\n--resume says"
+    with pytest.raises(StageError, match=re.escape(said)):
+        group.start(tmp_path, digests)
+    assert "load_checkpoint" not in [method for method, _ in group._actors.calls]

@@ -1,7 +1,7 @@
 """At least how long a run waits for a trainer that is started anew in place, and for a new job in its stead.
 
-Both compare the newest checkpoint with its checksums, on the driver's node, read it, and send the weights to the
-engines. A new job starts its engines too, and each of their
+Both compare the newest checkpoint with its checksums, read it, and send the weights to the engines. In place all nodes
+of the trainer compare, for a new job the driver's node alone. A new job starts its engines too, and each of their
 nodes reads the model. Neither has the start of processes and communication groups, the engines' CUDA graphs, nor the
 wait for nodes.
 """
@@ -16,10 +16,10 @@ from slimrl.estimates.planner.save import GATHERED_BYTES
 @dataclass(frozen=True, kw_only=True)
 class Restart:
     checkpoint_bytes: int
-    check_s: float
-    """Seconds in which the driver's node reads the checkpoint for its checksums"""
     checkpoint_s: float
     """Seconds in which all nodes of the trainer read the checkpoint"""
+    driver_s: float
+    """Seconds in which the driver's node reads it"""
     engines_s: float
     """Seconds in which all nodes of engines read the model; 0 without engines"""
     resync_s: float
@@ -28,11 +28,11 @@ class Restart:
 
     @property
     def in_place_s(self) -> float:
-        return self.check_s + self.checkpoint_s + self.resync_s
+        return 2 * self.checkpoint_s + self.resync_s
 
     @property
     def new_job_s(self) -> float:
-        return self.in_place_s + self.engines_s
+        return self.driver_s + self.checkpoint_s + self.engines_s + self.resync_s
 
 
 def plan_restart(
@@ -59,8 +59,8 @@ def plan_restart(
     every = recipe.checkpoint.every_steps
     return Restart(
         checkpoint_bytes=nbytes,
-        check_s=_read_s(nbytes, 1, hardware),
         checkpoint_s=_read_s(nbytes, -(-recipe.trainer.num_ranks // hardware.gpus_per_node), hardware),
+        driver_s=_read_s(nbytes, 1, hardware),
         engines_s=_read_s(engine_nodes * sent_bytes, engine_nodes, hardware),
         resync_s=resync_s,
         # On average half of the steps between two checkpoints.

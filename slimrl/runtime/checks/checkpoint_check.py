@@ -4,11 +4,11 @@ A damaged checkpoint is refused, and the message names the newest intact one. A 
 itself: the user first moves the damaged one away.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimrl.checkpoints.digests import FileDigest, Seen, file_digests, not_shown
+from slimrl.checkpoints.digests import Seen, differences, not_shown
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 
 SHOWN_FILES = 5
@@ -35,14 +35,19 @@ def check_checkpoint(checkpoint: Path, *, contents: bool, seen: Seen = not_shown
     problems: list[str] = []
     try:
         state, files = read_state(checkpoint)
-        problems += _problems(checkpoint, files or {}, seen, contents=contents)
+        problems += differences(checkpoint, files or {}, seen, contents=contents)
     except ValueError as error:
         problems.append(str(error))
     if problems:
-        shown = [f"\n  {problem}" for problem in problems[:SHOWN_FILES]]
-        more = f"\n  and {len(problems) - SHOWN_FILES} more files" if len(problems) > SHOWN_FILES else ""
-        raise ValueError(f"{checkpoint} is damaged:{''.join(shown)}{more}")
+        raise ValueError(damage(checkpoint, problems))
     return WholeCheckpoint(path=checkpoint, state=state, has_checksums=files is not None)
+
+
+def damage(checkpoint: Path, problems: Sequence[str]) -> str:
+    """Says of a checkpoint that it is damaged, and how."""
+    shown = [f"\n  {problem}" for problem in problems[:SHOWN_FILES]]
+    more = f"\n  and {len(problems) - SHOWN_FILES} more files" if len(problems) > SHOWN_FILES else ""
+    return f"{checkpoint} is damaged:{''.join(shown)}{more}"
 
 
 def newest_checkpoint(folder: CheckpointFolder, *, contents: bool, seen: Seen = not_shown) -> WholeCheckpoint | None:
@@ -75,25 +80,6 @@ def check_exported(checkpoint: Path, seen: Seen = not_shown) -> None:
             f"Give another --checkpoint: {whole} is intact." if whole else "No other checkpoint of the run is intact."
         )
         raise ValueError(f"{error}\n{hint}") from error
-
-
-def _problems(checkpoint: Path, files: Mapping[str, FileDigest], seen: Seen, *, contents: bool) -> list[str]:
-    if (problems := list(_wrong_sizes(checkpoint, files))) or not contents:
-        return problems
-    try:
-        read = file_digests(checkpoint, files, seen)
-    except OSError as error:
-        return [f"{error.filename}: {error.strerror}"]
-    return [f"{name}: its checksum differs" for name in files if read[name] != files[name]]
-
-
-def _wrong_sizes(checkpoint: Path, files: Mapping[str, FileDigest]) -> Iterator[str]:
-    for name, written in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            yield f"{name}: missing"
-        elif (size := path.stat().st_size) != written.bytes:
-            yield f"{name}: {size} bytes instead of {written.bytes}"
 
 
 def _newest_whole(checkpoints: Sequence[Path], *, contents: bool) -> tuple[list[Path], Path | None]:

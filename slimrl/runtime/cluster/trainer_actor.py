@@ -6,7 +6,7 @@ not pay for it.
 """
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from slimrl.algorithms.passes import needs_reference
 from slimrl.base.imports import imports_uncollected
 from slimrl.base.meeting_folder import meeting_folder
 from slimrl.base.spans import SPANS
-from slimrl.checkpoints.digests import FileDigest
+from slimrl.checkpoints.digests import FileDigest, differences
 from slimrl.config.hub import fetch_to_this_node
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.speculative_rules import sends_drafts
@@ -136,6 +136,10 @@ class TrainerActor(RankBatches):
             self.worker.load_hf()
         if needs_reference(self.recipe):
             self.reference = self.worker.keep_reference()
+
+    def compare_files(self, root: Path, files: Mapping[str, FileDigest]) -> list[str]:
+        """What differs between files and their digests; see `differences`."""
+        return differences(root, files, contents=True)
 
     def load_checkpoint(self, directory: Path, fetch: Fetched | None) -> None:
         """Load a checkpoint; `fetch` brings the files that this node lacks, or None if it has all."""

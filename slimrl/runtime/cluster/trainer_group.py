@@ -4,9 +4,10 @@ import logging
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
+from itertools import chain
 from operator import or_
 from pathlib import Path
 from typing import Any, Concatenate, Protocol
@@ -23,6 +24,7 @@ from slimrl.data.training import Layout, MemoryPart
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
+from slimrl.runtime.checks.checkpoint_check import damage
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.calls import Calls
 from slimrl.runtime.cluster.engine_actor import EngineAddress
@@ -61,6 +63,7 @@ _SHOWN = {
 }
 """Methods whose progress is shown: the phase and its unit"""
 _FILES = {
+    TrainerActor.compare_files.__name__,
     TrainerActor.load_checkpoint.__name__,
     TrainerActor.begin_checkpoint.__name__,
     TrainerActor.finish_checkpoint.__name__,
@@ -166,11 +169,15 @@ class TrainerGroup:
         named = zip(self._actors.names, self.nodes, self.pids, strict=True)
         return tuple((f"{name} on {node.name}", pid) for name, node, pid in named)
 
-    def start(self, checkpoint: Path | None = None) -> None:
+    def start(self, checkpoint: Path | None = None, files: Mapping[str, FileDigest] | None = None) -> None:
         """Join the ranks, build the model and load the recipe's weights.
 
         Args:
             checkpoint: a run's checkpoint; its weights and optimizer state replace these.
+            files: digests of the checkpoint's files by name, with which the ranks compare them first, each its share.
+
+        Raises:
+            StageError: a file differs.
         """
         ranks, timeout_s = self._actors, self._recipe.trainer.startup_timeout_s
         try:
@@ -182,6 +189,8 @@ class TrainerGroup:
         except (ActorLost, NoAnswer, PeerLost) as error:
             raise TrainerLost(str(error), error.details) from error
         if checkpoint is not None:
+            if files and (differ := self._compared(checkpoint, files)):
+                raise StageError(f"{damage(checkpoint, differ)}\n--resume says from where the run can go on.")
             part = checkpoint / self.role
             given = [(self.folders.on(node, part), self.folders.fetched(node, part)) for node in self.nodes]
             self._finish(self._each(TrainerActor.load_checkpoint, given))
@@ -194,11 +203,11 @@ class TrainerGroup:
             processes[node].append(process)
         end_processes(processes)
 
-    def restart(self, checkpoint: Path | None) -> None:
+    def restart(self, checkpoint: Path | None, files: Mapping[str, FileDigest] | None = None) -> None:
         """Start all ranks anew after `end`, those of a node that was lost on another one that has room for them.
 
         Args:
-            checkpoint: as for `start`.
+            checkpoint, files: as for `start`.
 
         Raises:
             StageError: no node has room, or as `start`.
@@ -206,7 +215,16 @@ class TrainerGroup:
         self._leave_lost_nodes()
         self._processes = []
         self._make()
-        self.start(checkpoint)
+        self.start(checkpoint, files)
+
+    def _compared(self, checkpoint: Path, files: Mapping[str, FileDigest]) -> list[str]:
+        """What differs between the files of a checkpoint, which all nodes see, and their digests."""
+        # By turns, the largest first, so that all ranks read about as much.
+        names, count = sorted(files, key=lambda name: -files[name].bytes), len(self.nodes)
+        shares = [{name: files[name] for name in names[rank::count]} for rank in range(count)]
+        given = [(checkpoint.absolute(), share) for share in shares]
+        found = self._finish(self._each(TrainerActor.compare_files, given))
+        return sorted(chain(*found.values()))
 
     def _leave_lost_nodes(self) -> None:
         counts = Counter(self.nodes)
