@@ -74,7 +74,7 @@ def watch(settings: Sequence[str], folder: Path, minutes: float, every_s: float)
         family = {psutil.Process(process.pid)}
         try:
             _wait(process, lambda: num_steps(run) > 1, START_S)
-            begun = time.monotonic()
+            begun, times = time.monotonic(), list[float]()
             while (hours := (time.monotonic() - begun) / 3600) < minutes / 60:
                 family |= {*process.children(recursive=True)}
                 figures = {
@@ -83,14 +83,18 @@ def watch(settings: Sequence[str], folder: Path, minutes: float, every_s: float)
                     "temporary files, MB": bytes_of(Path(temporary)) / 1e6,
                     RUN_FILES: bytes_of(run.path) / 1e6,
                 }
-                for name, value in figures.items():
-                    notes.setdefault(name, []).append((hours, value))
+                # A kind of process that is not there holds nothing; those before the first were none either.
+                for name in {*notes, *figures}:
+                    earlier = [(at, 0.0) for at in times]
+                    notes.setdefault(name, earlier).append((hours, figures.get(name, 0.0)))
+                times.append(hours)
                 time.sleep(every_s)
                 if process.poll() is not None:
                     raise RuntimeError(f"the run has ended with exit code {process.returncode}: {folder / 'soak.log'}")
             process.send_signal(signal.SIGUSR1)
-            if (code := process.wait(END_S)) != PREEMPTED:
-                raise RuntimeError(f"the run ended with exit code {code}: {folder / 'soak.log'}")
+            await_end([process], END_S)
+            if (code := process.poll()) != PREEMPTED:
+                raise RuntimeError(f"the run ended with exit code {code}, None if not yet: {folder / 'soak.log'}")
             if left := await_end(family, 30):
                 raise RuntimeError(f"the run left processes: {left}")
         finally:
@@ -144,8 +148,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     counts = [TASKS[TASK].heldout_option, str(options.problems)]
     prepared = prepare(TASK, folder, 0, options.sft_updates, counts)
+    # What ends the benchmark ends the run with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     try:
         notes = watch([*prepared, *SETTINGS, *options.settings], folder, options.minutes, options.every)
+        write_figures(options.json, {"notes": notes})
         slopes = slopes_of(notes)
     except (RuntimeError, ValueError) as error:
         sys.exit(str(error))
