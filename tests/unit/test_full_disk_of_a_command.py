@@ -1,13 +1,18 @@
 """A disk that is full ends a command with one message; /dev/full is one."""
 
+import io
 import logging
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 
+from slimrl.base import spans as spans_module
 from slimrl.base.atomic import atomic_file
 from slimrl.base.spans import PROFILED, RECORDING, Spans
 from slimrl.cli.exit_codes import exit_codes
@@ -58,6 +63,15 @@ def test_a_log_on_a_full_disk_is_said_once_and_stops_nobody(log: logging.Logger,
     assert capfd.readouterr().err == "/dev/full: cannot be written: no space left on the disk\n"
 
 
+def test_a_log_and_an_output_on_a_full_disk_stop_nobody(log: logging.Logger, monkeypatch: pytest.MonkeyPatch):
+    with FULL.open("wb", buffering=0) as file:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(file, write_through=True))
+        log_to_file(FULL)
+        with pytest.raises(OSError, match="No space left"):
+            print("a line", file=sys.stderr)
+        log.info("a line")
+
+
 def test_what_is_timed_goes_on_without_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / PROFILED).touch()
     (tmp_path / RECORDING).write_text("step")
@@ -70,3 +84,19 @@ def test_what_is_timed_goes_on_without_spans(tmp_path: Path, caplog: pytest.LogC
             done.append(number)
     assert done == [0, 1, 2]
     assert caplog.messages == ["driver records no more spans: no space left on the disk"]
+
+
+def test_what_is_timed_goes_on_where_another_thread_gives_the_spans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / PROFILED).touch()
+    spans, done = Spans(), []
+    spans.open(tmp_path, "driver")
+
+    def monotonic() -> float:
+        """The time, before which the other thread met a full disk."""
+        spans._folder = None
+        return time.monotonic()
+
+    monkeypatch.setattr(spans_module, "time", SimpleNamespace(monotonic=monotonic, time_ns=time.time_ns))
+    with spans("rollout"):
+        done.append(0)
+    assert done == [0]
