@@ -22,11 +22,11 @@ class Record:
     ended: bool = False
     """Whether the run ended as it should, and was continued"""
     end_s: float | None = None
-    """From the fault to that end"""
+    """From the fault's begin to the end of the driver's process"""
     recovery_s: float | None = None
-    """From the fault, which may last, to the next completed step"""
+    """From the fault's begin until what it took serves again, it is over, and a step has been completed since then"""
     lost_steps: int = 0
-    """Completed steps that were done again"""
+    """Steps that were completed when the fault began, and done again"""
     problem: str = ""
 
 
