@@ -58,7 +58,7 @@ def main() -> None:
     found = problems(records, verdicts)
     write_figures(options.json, {**figures(records, verdicts), "problems": found})
     console = Console(width=140)
-    console.print(table_of_kinds(records, verdicts), table_of_legs(verdicts))
+    console.print(table_of_kinds(records), table_of_legs(verdicts))
     for text in found:
         console.print(text, markup=False)
     sys.exit(bool(found))

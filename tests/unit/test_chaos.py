@@ -58,11 +58,11 @@ def test_results_of_several_sessions_give_one_table(tmp_path: Path):
         file.write_text(json.dumps(figures(records, [verdict])))
         return str(file)
 
-    def record(seconds: float | None, **more) -> Record:
-        return Record(leg="async", mode="async", kind="engine killed", at_s=1.0, recovery_s=seconds, **more)
+    def record(at_s: float, seconds: float | None, **more) -> Record:
+        return Record(leg="async", mode="async", kind="engine killed", at_s=at_s, recovery_s=seconds, **more)
 
-    sound = result("a.json", record(2.0), record(4.0, lost_steps=3))
-    bad = result("b.json", record(9.0, ended=True, end_s=5.0), record(None, problem="no end within 9 s"))
+    sound = result("a.json", record(1.0, 2.0), record(1796.0, 4.0, lost_steps=3))
+    bad = result("b.json", record(1.0, 9.0, ended=True, end_s=5.0), record(1800.0, None, problem="no end within 9 s"))
 
     def merge(*files: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--merge", *files]
