@@ -8,8 +8,8 @@
 4. A deterministic run is compared with one to which nothing happened, bit by bit; of an asynchronous one each group is
    accounted for (fault_ledger.py); processes, shared memory and files that are left are a problem (chaos_judge.py).
 
-It has a network, mounts and shared memory of its own (`unshare`), and so needs root. `--merge` prints the tables of
-several results. The exit code is 1 if anything was found.
+It has a network, mounts, processes and shared memory of its own, and so needs root (chaos_namespaces.py). `--merge`
+prints the tables of several results. The exit code is 1 if anything was found.
 """
 
 import argparse
@@ -20,23 +20,13 @@ import sys
 from pathlib import Path
 
 from chaos_legs import LEGS, MODES
+from chaos_namespaces import PRIVATE, run_inside, what_is_missing
 from chaos_table import figures, merged, problems, table_of_kinds, table_of_legs
 from figures import write_figures
 from rich.console import Console
 
 TESTS = Path(__file__).parents[1] / "tests" / "integration"
 """What starts commands and Ray nodes there serves here too."""
-PRIVATE = "SLIMRL_CHAOS_PRIVATE"
-"""Set in the process that has namespaces of its own"""
-SETUP = 'ip link set lo up && mount -t tmpfs -o size=8g none /dev/shm && exec "$@"'
-
-
-def enter_namespaces() -> None:
-    """Go on as a process with a network, mounts and shared memory of its own."""
-    if os.geteuid() != 0:
-        sys.exit("benchmarks/chaos.py needs root: it mounts a disk, drops packets and has its own shared memory.")
-    os.environ[PRIVATE] = "1"
-    os.execvp("unshare", ["unshare", "--net", "--mount", "sh", "-c", SETUP, "sh", sys.executable, *sys.argv])
 
 
 def main() -> None:
@@ -53,20 +43,22 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="only the tables of these results")
     options = parser.parse_args()
     if not options.merge and PRIVATE not in os.environ:
-        enter_namespaces()
+        if reason := what_is_missing():
+            sys.exit(f"benchmarks/chaos.py: {reason}.")
+        sys.exit(run_inside())
     if options.merge:
         records, verdicts = merged(json.loads(file.read_text()) for file in options.merge)
     else:
+        # So that what was started is ended.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         sys.path.append(str(TESTS))
         from chaos_session import session
 
-        # So that what was started is ended.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         records, verdicts = session(options, lambda *so_far: write_figures(options.json, figures(*so_far)))
     found = problems(records, verdicts)
     write_figures(options.json, {**figures(records, verdicts), "problems": found})
     console = Console(width=140)
-    console.print(table_of_kinds(records, verdicts), table_of_legs(verdicts))
+    console.print(table_of_kinds(records), table_of_legs(verdicts))
     for text in found:
         console.print(text, markup=False)
     sys.exit(bool(found))

@@ -16,6 +16,8 @@ from slimrl.agent.tools import EpisodeInfo
 FOLDER = "SLIMRL_CHAOS"
 """The variable that names the folder."""
 SLOW, FAILS = "slow", "fails"
+CALLS = ".calls"
+"""End of the name of a file that grows by a byte with each call at fault"""
 WAIT_S = 600.0
 IN_SANDBOX = 4
 """One episode of so many"""
@@ -28,11 +30,25 @@ async def calculator(expression: str, episode: EpisodeInfo, sandbox: SandboxPool
         expression: Arithmetic.
     """
     folder = Path(os.environ[FOLDER])
-    if (folder / SLOW).exists():
+    if is_at_fault(folder, SLOW):
         await asyncio.sleep(WAIT_S)
-    if (folder / FAILS).exists():
+    if is_at_fault(folder, FAILS):
         raise RuntimeError("the service is down")
     result = sound_calculator(expression)
     if episode.seed % IN_SANDBOX:
         return result
     return answer(await sandbox.run(Program(code=f"print({result!r})")))
+
+
+def is_at_fault(folder: Path, how: str) -> bool:
+    if not (folder / how).exists():
+        return False
+    with (folder / f"{how}{CALLS}").open("a") as file:
+        file.write(".")
+    return True
+
+
+def calls_at_fault(folder: Path, how: str) -> int:
+    """Calls that met this fault so far."""
+    file = folder / f"{how}{CALLS}"
+    return file.stat().st_size if file.exists() else 0

@@ -1,5 +1,6 @@
 """Whether a run to which faults happened lost anything by them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from slimrl.observability.run_folder import RunFolder
 SHARED_MEMORY_DIR = Path("/dev/shm")
 CACHE = "torchinductor_"
 """Begin of the name of a folder in which torch keeps what it has compiled, for all that come"""
+OF_WANDB = ("wandb-media", "wandb-artifacts")
+"""Ends of the names of temporary folders that wandb leaves where its process is killed"""
 OF_FAULTS = ("rollout/retries", "reward/retries", "resync/replaced_engines")
 """Metrics that count what a fault has cost a run that is otherwise the same."""
 
@@ -57,8 +60,16 @@ def exported(folder: RunFolder) -> dict[str, bytes]:
     return files
 
 
-def left_files(temporary: Path) -> list[str]:
-    """What is left, when all processes have ended, of files in shared memory and in the temporary folder; both are this
-    benchmark's own."""
-    paths = (path for folder in (SHARED_MEMORY_DIR, temporary) for path in folder.iterdir())
-    return [str(path) for path in paths if not path.name.startswith(CACHE)]
+def remove_left_files(*folders: Path) -> list[str]:
+    """What is left in these folders when all processes have ended; it is removed, and so not found after the next leg.
+
+    Args:
+        folders: of shared memory and of temporary files, all of them this benchmark's own.
+    """
+    left = [path for folder in folders for path in sorted(folder.iterdir())]
+    for path in left:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return [str(path) for path in left if not path.name.startswith(CACHE) and not path.name.endswith(OF_WANDB)]

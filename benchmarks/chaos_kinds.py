@@ -12,9 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from chaos_calculator import FAILS, SLOW
-from chaos_legs import Leg
-from chaos_run import ENGINE_ACTOR, EPISODE_WORKER, LEFT_S, TRAINER, WORKER, Broken, ChaosRun, Hit, tail
+from chaos_calculator import FAILS, SLOW, calls_at_fault
+from chaos_legs import SAVED_STEPS, Leg
+from chaos_run import (
+    ENGINE_ACTOR,
+    EPISODE_WORKER,
+    LEFT_S,
+    START_S,
+    TRAINER,
+    WORKER,
+    Broken,
+    ChaosRun,
+    Hit,
+    execute,
+    tail,
+)
 from cli_runs import ENGINE, CliRun
 
 PAUSE_S = 10.0
@@ -27,7 +39,9 @@ AHEAD_S, BEHIND_S = 3600, -30
 """Jumps of the wall clock. After one of an hour back, Ray has not given a run's slots free within a minute."""
 SCRAPERS = 100
 CHECK_S = 120.0
-"""Deadline of a start that is refused."""
+"""Deadline of a step, or of a use of what is at fault, while the fault lasts"""
+SINCE_CHECKPOINT = SAVED_STEPS + 1
+"""Most steps that are done again after the newest checkpoint; while it is written, another one goes on."""
 SANDBOX = "inside.zygote import main"
 """In the command lines of a sandbox's processes"""
 
@@ -36,8 +50,10 @@ def engine_signalled(number: signal.Signals) -> Callable[[ChaosRun], Hit]:
     def act(run: ChaosRun) -> Hit:
         back = rejoins(run)
         server = run.rng.choice(servers(run))
+        name = log_name(server)
+        run.note_hit()
         send_tree(server, number)
-        return Hit(what=log_name(server), back=back)
+        return Hit(what=name, back=back)
 
     return act
 
@@ -53,6 +69,7 @@ def servers(run: ChaosRun) -> list[psutil.Process]:
 
 
 def log_name(process: psutil.Process) -> str:
+    """Name of the log of a process that lives."""
     return Path(f"/proc/{process.pid}/fd/2").resolve().stem
 
 
@@ -76,6 +93,7 @@ def happens(run: ChaosRun, text: str) -> Callable[[], bool]:
 def worker_killed(run: ChaosRun) -> Hit:
     back = rejoins(run)
     worker = run.pick(WORKER)
+    run.note_hit()
     worker.kill()
     return Hit(what=f"process {worker.pid}", back=back)
 
@@ -83,26 +101,31 @@ def worker_killed(run: ChaosRun) -> Hit:
 def actor_killed(run: ChaosRun) -> Hit:
     back = rejoins(run)
     actor = run.pick(ENGINE_ACTOR)
+    name = log_name(actor)
+    run.note_hit()
     actor.kill()
-    end = "engine [01]: its process died" if run.leg.mode == "colocated" else None
-    return Hit(what=log_name(actor), back=back, end=end)
+    if run.leg.mode == "colocated":
+        return Hit(what=name, end="engine [01]: its process died", most_lost=SINCE_CHECKPOINT)
+    return Hit(what=name, back=back)
 
 
 def engines_node_lost(run: ChaosRun) -> Hit:
-    return lose_node(run, ENGINE_ACTOR, rejoins(run))
+    return lose_node(run, ENGINE_ACTOR, rejoins(run), most_lost=0)
 
 
 def trainers_node_lost(run: ChaosRun) -> Hit:
-    return lose_node(run, TRAINER, restarts(run))
+    return lose_node(run, TRAINER, restarts(run), most_lost=SINCE_CHECKPOINT)
 
 
-def lose_node(run: ChaosRun, text: str, back: Callable[[], bool]) -> Hit:
+def lose_node(run: ChaosRun, text: str, back: Callable[[], bool], most_lost: int) -> Hit:
     """The node with a process of this text dies, and another joins."""
     lost = run.rng.choice(run.nodes_with(text))
+    run.note_hit()
     run.nodes.kill_raylet(lost)
     run.nodes.join(run.leg.trainer_slots if text == TRAINER else 1)
-    end = "its node .* was lost" if run.leg.mode == "colocated" else None
-    return Hit(what=f"node {lost}", back=back, end=end)
+    if run.leg.mode == "colocated":
+        return Hit(what=f"node {lost}", end="its node .* was lost", most_lost=most_lost)
+    return Hit(what=f"node {lost}", back=back, most_lost=most_lost)
 
 
 def restarts(run: ChaosRun) -> Callable[[], bool]:
@@ -113,8 +136,10 @@ def trainer_signalled(number: signal.Signals) -> Callable[[ChaosRun], Hit]:
     def act(run: ChaosRun) -> Hit:
         back = restarts(run)
         rank = run.pick(TRAINER)
+        name = log_name(rank)
+        run.note_hit()
         rank.send_signal(number)
-        return Hit(what=log_name(rank), back=back)
+        return Hit(what=name, back=back, most_lost=SINCE_CHECKPOINT)
 
     return act
 
@@ -122,6 +147,7 @@ def trainer_signalled(number: signal.Signals) -> Callable[[ChaosRun], Hit]:
 def trainer_pauses(run: ChaosRun) -> Hit:
     """Groups end and nobody takes them, until no other may begin."""
     ranks = run.members(TRAINER)
+    run.note_hit()
     for rank in ranks:
         rank.suspend()
     time.sleep(PAUSE_S)
@@ -132,15 +158,15 @@ def trainer_pauses(run: ChaosRun) -> Hit:
 
 def driver_signalled(number: signal.Signals) -> Callable[[ChaosRun], Hit]:
     ends = {
-        signal.SIGKILL: ("", -signal.SIGKILL),
-        signal.SIGTERM: ("ended by SIGTERM", 1),
-        signal.SIGUSR1: ("preempted by SIGUSR1", 75),
+        signal.SIGKILL: ("", -signal.SIGKILL, SINCE_CHECKPOINT),
+        signal.SIGTERM: ("ended by SIGTERM", 1, SINCE_CHECKPOINT),
+        signal.SIGUSR1: ("preempted by SIGUSR1", 75, 0),
     }
 
     def act(run: ChaosRun) -> Hit:
-        end, code = ends[number]
+        end, code, most_lost = ends[number]
         run.process.send_signal(number)
-        return Hit(what="", end=end, code=code)
+        return Hit(what="", end=end, code=code, most_lost=most_lost)
 
     return act
 
@@ -148,14 +174,15 @@ def driver_signalled(number: signal.Signals) -> Callable[[ChaosRun], Hit]:
 def interrupted(run: ChaosRun) -> Hit:
     assert run.driver is not None
     run.driver.interrupt_as_terminal()
-    return Hit(what="", end="ended by SIGINT")
+    return Hit(what="", end="ended by SIGINT", most_lost=SINCE_CHECKPOINT)
 
 
 def head_lost(run: ChaosRun) -> Hit:
     """The process that knows the cluster dies; all nodes go with it, and others take their place."""
     (gcs,) = run.nodes.running("gcs_server")
+    run.note_hit()
     gcs.kill()
-    return Hit(what="", end="Ray's head", repair=run.renew_nodes)
+    return Hit(what="", end="Ray's head", repair=run.renew_nodes, most_lost=SINCE_CHECKPOINT)
 
 
 def clock_jumps(seconds: int) -> Callable[[ChaosRun], Hit]:
@@ -175,65 +202,103 @@ def packets_dropped(run: ChaosRun) -> Hit:
         with suppress(psutil.NoSuchProcess):
             ports |= {one.laddr.port for one in process.net_connections("tcp") if one.laddr}
     seconds = 2.0 if run.leg.exact else LOSS_S
-    with dropping(ports):
+    name, back = log_name(server), happens(run, " 2 of 2 engines")
+    run.note_hit()
+    with dropping(ports) as num_dropped:
+        run.wait(lambda: num_dropped() > 0, CHECK_S, f"packet of {name}")
         time.sleep(seconds)
-    return Hit(what=f"{log_name(server)}, {len(ports)} ports, {seconds:g} s", back=happens(run, " 2 of 2 engines"))
+        count = num_dropped()
+    return Hit(what=f"{name}, {count} packets of {len(ports)} ports, {seconds:g} s", back=back)
 
 
 @contextmanager
-def dropping(ports: set[int]) -> Iterator[None]:
-    """Drop the packets from and to these ports, in the network namespace of this process."""
+def dropping(ports: set[int]) -> Iterator[Callable[[], int]]:
+    """Drop the packets from and to these ports, in the network namespace of this process; yields how many so far."""
     numbers = ", ".join(map(str, sorted(ports)))
     nft("add table inet chaos")
     try:
         nft("add chain inet chaos input { type filter hook input priority 0; }")
-        nft(f"add rule inet chaos input tcp dport {{ {numbers} }} drop")
-        nft(f"add rule inet chaos input tcp sport {{ {numbers} }} drop")
-        yield
+        nft(f"add rule inet chaos input tcp dport {{ {numbers} }} counter drop")
+        nft(f"add rule inet chaos input tcp sport {{ {numbers} }} counter drop")
+        yield num_dropped
     finally:
         nft("delete table inet chaos")
 
 
 def nft(command: str) -> None:
-    subprocess.run(["nft", command], check=True)
+    execute("nft", command)
+
+
+def num_dropped() -> int:
+    rules = subprocess.run(["nft", "list table inet chaos"], capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"counter packets (\d+)", rules)))
 
 
 def tool_at_fault(how: str) -> Callable[[ChaosRun], Hit]:
     def act(run: ChaosRun) -> Hit:
-        file = run.tools / how
+        file, before = run.tools / how, calls_at_fault(run.tools, how)
         file.touch()
-        time.sleep(PAUSE_S)
-        file.unlink()
-        return Hit(what=f"{PAUSE_S:g} s")
+        try:
+            time.sleep(PAUSE_S)
+            run.wait(lambda: calls_at_fault(run.tools, how) > before, CHECK_S, "call of a tool")
+        finally:
+            file.unlink()
+        return Hit(what=f"{calls_at_fault(run.tools, how) - before} calls, {PAUSE_S:g} s")
 
     return act
 
 
 def process_killed(text: str) -> Callable[[ChaosRun], Hit]:
+    """Another starts when one is needed again."""
+
     def act(run: ChaosRun) -> Hit:
-        run.wait(lambda: bool(run.members(text)), CHECK_S, text)
-        process = run.pick(text)
+        run.wait(lambda: bool(outermost(run, text)), CHECK_S, text)
+        before = outermost(run, text)
+        process = run.rng.choice(before)
+        run.note_hit()
         process.kill()
-        return Hit(what=f"process {process.pid}")
+
+        def back() -> bool:
+            return sum(one != process for one in outermost(run, text)) >= len(before)
+
+        return Hit(what=f"process {process.pid}, one of {len(before)}", back=back)
 
     return act
 
 
+def outermost(run: ChaosRun, text: str) -> list[psutil.Process]:
+    """Processes with this text in their command lines whose parents have it not."""
+    found = run.members(text)
+    pids = {process.pid for process in found}
+    roots = []
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            if process.ppid() not in pids:
+                roots.append(process)
+    return roots
+
+
 def reward_away(run: ChaosRun) -> Hit:
-    run.service.reward_away.set()
-    time.sleep(AWAY_S)
-    run.service.reward_away.clear()
-    return Hit(what=f"{AWAY_S:g} s")
+    service, before = run.service, run.service.refused
+    service.reward_away.set()
+    try:
+        time.sleep(AWAY_S)
+        run.wait(lambda: service.refused > before, CHECK_S, "request for rewards")
+    finally:
+        service.reward_away.clear()
+    return Hit(what=f"{service.refused - before} requests, {AWAY_S:g} s")
 
 
 def spans_hang(run: ChaosRun) -> Hit:
     """The collector of OpenTelemetry answers nobody."""
-    run.service.spans_hang.set()
+    service, before = run.service, run.service.hung
+    service.spans_hang.set()
     try:
         run.await_step(CHECK_S)
+        run.wait(lambda: service.hung > before, CHECK_S, "request of the collector")
     finally:
-        run.service.spans_hang.clear()
-    return Hit(what="until a step was done")
+        service.spans_hang.clear()
+    return Hit(what=f"{service.hung - before} requests, until a step was done")
 
 
 def scrapers_hang(run: ChaosRun) -> Hit:
@@ -255,16 +320,16 @@ def disk_full(run: ChaosRun) -> Hit:
                 file.write(bytes(size))
             except OSError:
                 size //= 2
-    return Hit(what="", end="no space left on the disk", repair=run.free_disk)
+    return Hit(what="", end="no space left on the disk", repair=run.free_disk, most_lost=SINCE_CHECKPOINT)
 
 
 def disk_hangs(run: ChaosRun) -> Hit:
     """Whoever writes to the run's disk waits."""
-    subprocess.run(["fsfreeze", "-f", str(run.disk)], check=True)
+    execute("fsfreeze", "-f", str(run.disk))
     try:
         time.sleep(PAUSE_S)
     finally:
-        subprocess.run(["fsfreeze", "-u", str(run.disk)], check=True)
+        execute("fsfreeze", "-u", str(run.disk))
     return Hit(what=f"{PAUSE_S:g} s")
 
 
@@ -282,31 +347,33 @@ def data_replaced(run: ChaosRun) -> Hit:
 def checkpoint_flipped(run: ChaosRun) -> Hit:
     """A byte of the newest checkpoint changes after the driver was killed: it is refused, and the one before taken."""
     run.wait(lambda: len(run.checkpoints()) >= 2, CHECK_S, "second checkpoint")
+    run.note_hit()
     run.process.kill()
 
     def repair() -> None:
-        newest = run.checkpoints()[-1]
-        file = run.rng.choice(sorted(newest.glob("trainer/*.distcp")))
+        file = run.rng.choice(sorted(run.newest_checkpoint().glob("trainer/*.distcp")))
         content = bytearray(file.read_bytes())
         content[run.rng.randrange(len(content))] ^= 1
         file.write_bytes(content)
-        refused = CliRun([*run.arguments(run.folder.path.name), "--resume-or-start"])
+        refused = CliRun(run.command())
         try:
-            refused.wait(CHECK_S)
+            code = refused.wait(START_S)
             moves = re.search(r"^\s*mv (\S+) (\S+)$", refused.stderr, re.MULTILINE)
-            if "is damaged" not in refused.stderr or moves is None or refused.left(LEFT_S):
-                raise Broken(f"a damaged checkpoint: {tail(refused.stdout + refused.stderr)}")
+            if code != 2 or "is damaged" not in refused.stderr or moves is None or refused.left(LEFT_S):
+                raise Broken(f"a damaged checkpoint, and {code}: {tail(refused.stdout + refused.stderr)}")
             Path(moves[1]).rename(moves[2])
         finally:
             refused.close()
 
-    return Hit(what="", end="", code=-signal.SIGKILL, repair=repair)
+    lost = SINCE_CHECKPOINT + SAVED_STEPS
+    return Hit(what="", end="", code=-signal.SIGKILL, repair=repair, most_lost=lost)
 
 
 def wandb_away(run: ChaosRun) -> Hit:
     """The run is continued with a server of wandb that nobody reaches."""
+    back = happens(run, "wandb does not go online")
     run.process.send_signal(signal.SIGUSR1)
-    return Hit(what="", end="preempted by SIGUSR1", code=75, settings=("tracking.wandb=online",))
+    return Hit(what="", back=back, end="preempted by SIGUSR1", code=75, settings=("tracking.wandb=online",))
 
 
 @dataclass(frozen=True)

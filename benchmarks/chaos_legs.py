@@ -8,6 +8,8 @@ from pathlib import Path
 RECIPES = Path(__file__).parents[1] / "recipes" / "tiny_moe"
 BATCH, MAX_STALENESS = 8, 2
 """Groups of a step, and the oldest that the asynchronous run trains on."""
+SAVED_STEPS = 2
+"""Steps from one checkpoint to the next"""
 
 COMMON = (
     "eval.every_steps=0", "eval.at_start=false", "eval.at_end=false", "tracking.wandb=disabled",
@@ -16,7 +18,7 @@ COMMON = (
     "rollout.health_timeout_s=15", "rollout.max_replacements=1000", "rollout.max_concurrency_per_engine=16",
     "rollout.num_engines=2", "resync.timeout_s=40", "resync.verify=full",
     "run.max_restarts=1000", "trainer.hang_timeout_s=30", "trainer.startup_timeout_s=300",
-    "trainer.optimizer.schedule=constant", "checkpoint.every_steps=2", "checkpoint.keep=2",
+    "trainer.optimizer.schedule=constant", f"checkpoint.every_steps={SAVED_STEPS}", "checkpoint.keep=2",
 )  # fmt: skip
 ONE_RANK = ("trainer.num_ranks=1", "trainer.parallel.expert=1")
 TWO_RANKS = ("trainer.num_ranks=2", "trainer.parallel.expert=2")

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class Hit:
 
     what: str
     back: Callable[[], bool] = lambda: True
-    """Whether what it was about serves again."""
+    """Whether what it was about serves again, in a run that is continued too."""
     end: str | None = None
     """What a run says that is to end, a regular expression; None for one that is to go on"""
     code: int = 1
@@ -55,6 +55,8 @@ class Hit:
     """Called before the run is continued; raises Broken."""
     settings: tuple[str, ...] = ()
     """With which it is continued."""
+    most_lost: int = 0
+    """Completed steps that may be done again"""
 
 
 class Broken(Exception):
@@ -81,20 +83,28 @@ class ChaosRun:
         for path in (self.tools, self.disk, self._outputs):
             path.mkdir(parents=True)
         shutil.copy(data, self.data)
-        self._mount(folder / "disk.img")
         self.folder = RunFolder(self.disk / leg.name)
         self._model = start
-        os.environ |= {FOLDER: str(self.tools), **NO_WANDB, **clock.environment}
-        self.nodes = self._open_nodes()
         (self.prometheus,) = free_ports(1)
         self.driver: CliRun | None = None
         self.starts = 0
+        self.hit_at, self.steps_at_hit = 0.0, 0
+        """When the last fault began, by the monotonic clock, and the steps that had been completed"""
+        with ExitStack() as opened:
+            opened.callback(service.close)
+            self._mount(folder / "disk.img")
+            opened.callback(execute, "umount", str(self.disk))
+            os.environ |= {FOLDER: str(self.tools), **NO_WANDB, **clock.environment}
+            self.nodes = self._open_nodes()
+            opened.callback(lambda: self.nodes.close())
+            opened.callback(self.kill)
+            self._opened = opened.pop_all()
 
     def _mount(self, image: Path) -> None:
         with image.open("wb") as file:
             file.truncate(DISK_BYTES)
-        subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-F", str(image)], check=True)
-        subprocess.run(["mount", "-o", "loop", str(image), str(self.disk)], check=True)
+        execute("mkfs.ext4", "-q", "-m", "0", "-F", str(image))
+        execute("mount", "-o", "loop", str(image), str(self.disk))
 
     def _open_nodes(self) -> RayNodes:
         nodes = RayNodes(0, *self.leg.slots, apart=True)
@@ -104,6 +114,18 @@ class ChaosRun:
     def free_disk(self) -> None:
         """Remove what has filled it."""
         self.filler.unlink(missing_ok=True)
+
+    def note_hit(self) -> None:
+        """The fault happens now."""
+        self.hit_at, self.steps_at_hit = time.monotonic(), self.steps()
+
+    def renew(self) -> None:
+        """Continue the run, whatever has become of it, on other nodes; raises Broken if it does not go on."""
+        self.kill()
+        self.free_disk()
+        self.renew_nodes()
+        self.start()
+        self.await_step(START_S)
 
     def renew_nodes(self) -> None:
         """Others in the place of all nodes."""
@@ -126,11 +148,13 @@ class ChaosRun:
         recipe = str(RECIPES / "gspo_calculator.yaml")
         return ["train", recipe, *settings, *COMMON, *self.leg.settings, *more, "--ray-address", self.nodes.address]
 
+    def command(self, *more: str) -> list[str]:
+        """That starts or continues the run."""
+        return [*self.arguments(self.folder.path.name, ENDLESS, *more), "--resume-or-start"]
+
     def start(self, *more: str) -> None:
-        """Start the run, or continue it."""
-        self.driver = CliRun(
-            [*self.arguments(self.folder.path.name, *(more or ("steps=100000",))), "--resume-or-start"]
-        )
+        """Start the run, or continue it; it goes on until something ends it, unless these settings say how long."""
+        self.driver = CliRun(self.command(*more))
         self.starts += 1
 
     @property
@@ -172,6 +196,12 @@ class ChaosRun:
     def checkpoints(self) -> list[Path]:
         return sorted(self.folder.checkpoints.glob("step_*")) if self.folder.checkpoints.is_dir() else []
 
+    def newest_checkpoint(self) -> Path:
+        """Raises Broken if there is none."""
+        if not (found := self.checkpoints()):
+            raise Broken("there is no checkpoint")
+        return found[-1]
+
     def wait(self, holds: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Raises Broken if the run ends meanwhile, or it is too late."""
         deadline = time.monotonic() + timeout_s
@@ -197,19 +227,25 @@ class ChaosRun:
 
         self.wait(has_come, timeout_s, "completed step")
 
-    def end(self, hit: Hit, timeout_s: float = END_S) -> None:
-        """Wait for the end that a fault is to bring; raises Broken if it is another, or too late."""
+    def end(self, hit: Hit, timeout_s: float = END_S) -> float:
+        """Wait for the end that a fault is to bring; raises Broken if it is another, or too late.
+
+        Returns:
+            When the driver's process ended, by the monotonic clock.
+        """
         assert self.driver is not None
         try:
             code = self.driver.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise Broken(f"no end within {timeout_s:g} s") from error
+        ended_at = time.monotonic()
         said = self.said()
         self.await_nothing_left()
         if code != hit.code or not re.search(hit.end or "", said):
             raise Broken(f"ended with {code}, not {hit.code} and {hit.end!r}: {tail(said)}")
         if "Traceback" in said:
             raise Broken(f"a traceback: {tail(said)}")
+        return ended_at
 
     def await_success(self) -> None:
         """Raises Broken if the run does not end well."""
@@ -226,11 +262,12 @@ class ChaosRun:
         """End the driver, and what it leaves on the nodes, whatever they are at."""
         if self.driver is not None:
             self.driver.close()
-            self.said()
         for text in OURS:
             for process in self.nodes.running(text):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
+        if self.driver is not None:
+            self.said()
 
     def preempt(self) -> None:
         """Raises Broken if the run does not end as one that is preempted."""
@@ -238,11 +275,15 @@ class ChaosRun:
         self.end(Hit(what="", end="preempted by SIGUSR1", code=75))
 
     def close(self) -> None:
-        if self.driver is not None:
-            self.driver.close()
-        self.nodes.close()
-        self.service.close()
-        subprocess.run(["umount", str(self.disk)], check=True)
+        """End all of it; what fails does not keep the rest from its end."""
+        self._opened.close()
+
+
+def execute(*command: str) -> None:
+    """Raises Broken if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Broken(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def tail(text: str) -> str:

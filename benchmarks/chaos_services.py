@@ -20,6 +20,8 @@ class Service:
 
     def __init__(self) -> None:
         self.reward_away, self.spans_hang = threading.Event(), threading.Event()
+        self.refused, self.hung = 0, 0
+        """Requests that met the one fault and the other"""
         service = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,11 +43,13 @@ class Service:
     def answer_reward(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
         if self.reward_away.is_set():
             # The connection ends without an answer.
+            self.refused += 1
             return
         rewards = [reward(item) for item in json.loads(body)["trajectories"]]
         send(handler, json.dumps({"rewards": rewards}).encode())
 
     def answer_spans(self, handler: BaseHTTPRequestHandler) -> None:
+        self.hung += self.spans_hang.is_set()
         deadline = time.monotonic() + HANGS_S
         while self.spans_hang.is_set() and time.monotonic() < deadline:
             time.sleep(0.2)

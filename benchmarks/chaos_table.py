@@ -22,11 +22,11 @@ class Record:
     ended: bool = False
     """Whether the run ended as it should, and was continued"""
     end_s: float | None = None
-    """From the fault to that end"""
+    """From the fault's begin to the end of the driver's process"""
     recovery_s: float | None = None
-    """From the fault, which may last, to the next completed step"""
+    """From the fault's begin until what it took serves again, it is over, and a step has been completed since then"""
     lost_steps: int = 0
-    """Completed steps that were done again"""
+    """Steps that were completed when the fault began, and done again"""
     problem: str = ""
 
 
@@ -68,8 +68,17 @@ def problems(records: Iterable[Record], verdicts: Iterable[Verdict]) -> list[str
     ]
 
 
-def table_of_kinds(records: list[Record], verdicts: list[Verdict]) -> Table:
-    hours = sum(one.seconds for one in verdicts) / 3600
+def hours_of(records: list[Record]) -> float:
+    """From the first steps of each run to its last fault's recovery; the faults of a run stand one after the other."""
+    ends_s: list[float] = []
+    for before, one in zip([None, *records], records, strict=False):
+        if before is not None and before.leg == one.leg and before.at_s < one.at_s:
+            ends_s.pop()
+        ends_s.append(one.at_s + (one.recovery_s or 0.0))
+    return sum(ends_s) / 3600
+
+
+def table_of_kinds(records: list[Record]) -> Table:
     columns = (
         "kind",
         "modes",
@@ -82,7 +91,7 @@ def table_of_kinds(records: list[Record], verdicts: list[Verdict]) -> Table:
         "longest s",
         "steps lost",
     )
-    table = make_table(f"{len(records)} faults in {hours:.2f} h", columns, labels=2)
+    table = make_table(f"{len(records)} faults in {hours_of(records):.2f} h", columns, labels=2)
     for kind in sorted({one.kind for one in records}):
         of_kind = [one for one in records if one.kind == kind]
         good = [one for one in of_kind if not one.problem]

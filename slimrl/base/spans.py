@@ -79,17 +79,18 @@ class Spans:
 
     def _step(self) -> Path | None:
         """Folder of the step that is recorded now; None beside recorded steps."""
-        if self._folder is None:
+        folder = self._folder  # once: another thread may give the recording up meanwhile
+        if folder is None:
             return None
         now = time.monotonic()
         if now - self._looked > LOOK_S:
             self._looked = now
             try:
-                self._recording = (self._folder / RECORDING).read_text()
+                self._recording = (folder / RECORDING).read_text()
             except FileNotFoundError:
                 self._recording = None
         name = self._recording  # once: another thread may look meanwhile
-        return None if name is None else self._folder / name
+        return None if name is None else folder / name
 
     @contextmanager
     def __call__(self, name: str, **details: Any) -> Iterator[None]:

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from slimrl.base.atomic import disk_reason
@@ -36,7 +37,9 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._said:
             self._said = True
-            print(f"{self.baseFilename}: cannot be written: {disk_reason(error)}", file=sys.stderr)
+            # The output of a worker may be on the same disk.
+            with suppress(OSError):
+                print(f"{self.baseFilename}: cannot be written: {disk_reason(error)}", file=sys.stderr)
 
 
 def log_to_file(path: Path, hide: Callable[[str], str] = lambda text: text) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from broken_package import METADATA, write_tasks
+from isolation import what_is_missing
 from sandboxes import needs_namespaces
 from slimrl_tools.toy.search_data import write_search_data
 from slimrl_tools.toy.toy import ToySize, write_toy
@@ -363,7 +364,7 @@ def test_conversions_are_timed_against_copies(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["conversion.json"]
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a disk and has a network of its own")
+needs_isolation = pytest.mark.skipif(what_is_missing() is not None, reason=f"faults: {what_is_missing()}")
 
 
 def faults_of(tmp_path: Path, *arguments: str, timeout_s: float) -> dict[str, Any]:
@@ -381,7 +382,7 @@ def each(*kinds: str) -> list[str]:
     return ["--minutes", "0.5", "--faults", str(len(kinds)), *(word for kind in kinds for word in ("--kind", kind))]
 
 
-@needs_root
+@needs_isolation
 @pytest.mark.timeout(900)
 def test_an_asynchronous_run_to_which_faults_happen_accounts_for_every_group_and_leaves_nothing(tmp_path: Path):
     kinds = ("trainer's rank killed", "failing tools")
@@ -392,7 +393,7 @@ def test_an_asynchronous_run_to_which_faults_happen_accounts_for_every_group_and
     assert leg["starts"] == 1
 
 
-@needs_root
+@needs_isolation
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
@@ -403,7 +404,7 @@ def test_a_deterministic_run_to_which_faults_happen_ends_as_one_to_which_none_di
     assert [fault["ended"] for fault in figures["faults"]].count(True) == 2
 
 
-@needs_root
+@needs_isolation
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_engines_to_which_faults_happen_are_replaced(tmp_path: Path):

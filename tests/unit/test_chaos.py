@@ -1,4 +1,4 @@
-"""What benchmarks/chaos.py calls a difference, how it adds up results, and its clock."""
+"""What benchmarks/chaos.py calls a difference, how it adds up results and deals out faults, and its clock."""
 
 import json
 import os
@@ -58,11 +58,11 @@ def test_results_of_several_sessions_give_one_table(tmp_path: Path):
         file.write_text(json.dumps(figures(records, [verdict])))
         return str(file)
 
-    def record(seconds: float | None, **more) -> Record:
-        return Record(leg="async", mode="async", kind="engine killed", at_s=1.0, recovery_s=seconds, **more)
+    def record(at_s: float, seconds: float | None, **more) -> Record:
+        return Record(leg="async", mode="async", kind="engine killed", at_s=at_s, recovery_s=seconds, **more)
 
-    sound = result("a.json", record(2.0), record(4.0, lost_steps=3))
-    bad = result("b.json", record(9.0, ended=True, end_s=5.0), record(None, problem="no end within 9 s"))
+    sound = result("a.json", record(1.0, 2.0), record(1796.0, 4.0, lost_steps=3))
+    bad = result("b.json", record(1.0, 9.0, ended=True, end_s=5.0), record(1800.0, None, problem="no end within 9 s"))
 
     def merge(*files: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--merge", *files]
@@ -77,6 +77,63 @@ def test_results_of_several_sessions_give_one_table(tmp_path: Path):
     assert "4 faults in 1.00 h" in done.stdout
     assert "no end within 9 s" in done.stdout
     assert merge(sound).returncode == 0
+
+
+def test_what_is_left_is_told_once_but_for_caches(tmp_path: Path):
+    from chaos_judge import remove_left_files
+
+    memory, temporary = tmp_path / "shm", tmp_path / "tmp"
+    for path in (memory / "folder", temporary / "torchinductor_root", temporary / "tmp0a1b2c3dwandb-media"):
+        path.mkdir(parents=True)
+    for path in (memory / "sem.mp-1", memory / "folder" / "file", temporary / "torchinductor_root" / "file"):
+        path.touch()
+    (temporary / "link").symlink_to(tmp_path)
+    left = [memory / "folder", memory / "sem.mp-1", temporary / "link"]
+    assert remove_left_files(memory, temporary) == [str(path) for path in left]
+    assert remove_left_files(memory, temporary) == []
+    assert tmp_path.is_dir()
+
+
+def test_each_run_has_the_kinds_of_faults_that_its_mode_can_have():
+    from chaos_kinds import KINDS
+    from chaos_legs import LEGS
+    from chaos_session import kinds_of
+
+    kinds = {leg.name: kinds_of(leg, None) for leg in LEGS}
+    assert len(KINDS) == 29
+    assert kinds["async"] == list(KINDS)
+    assert kinds["colocated"] == [
+        "engine killed", "engine stopped", "engine's worker killed", "engine's actor killed",
+        "engine's packets dropped",
+    ]  # fmt: skip
+    assert set(kinds["disaggregated"]) == {*kinds["colocated"], "engines' node lost"}
+    # An engine that is replaced serves other requests than it would have.
+    assert kinds["colocated_exact"] == kinds["disaggregated_exact"]
+    assert set(kinds["colocated_exact"]) & set(kinds["colocated"]) == {"engine's packets dropped"}
+    assert [kinds_of(leg, ["slow tools", "engine killed"]) for leg in LEGS] == [
+        [], ["engine killed"], [], ["engine killed"], ["engine killed", "slow tools"],
+    ]  # fmt: skip
+
+
+def test_faults_are_dealt_out_by_the_number_of_kinds():
+    from chaos_session import shares
+
+    assert shares([19, 5, 19, 6, 29], 78) == [19, 5, 19, 6, 29]
+    assert shares([19, 5, 19, 6, 29], 7) == [2, 0, 2, 1, 2]
+    assert shares([5], 3) == [3]
+
+
+def test_what_nobody_expected_is_a_problem_of_its_block():
+    from chaos_run import Broken
+    from chaos_session import noted
+
+    problems: list[str] = []
+    for error in (Broken("no end within 9 s"), AssertionError("Ray"), OSError(28, "full")):
+        with noted(problems):
+            raise error
+    assert problems == ["no end within 9 s", "AssertionError('Ray')", "OSError(28, 'full')"]
+    with pytest.raises(SystemExit), noted(problems):
+        raise SystemExit(1)
 
 
 def test_the_wall_clock_of_a_process_jumps_and_no_other(tmp_path: Path):

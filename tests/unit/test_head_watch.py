@@ -5,6 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
+from slimrl.runtime.cluster import head_watch
 from slimrl.runtime.cluster.head_watch import watching_head
 
 
@@ -74,3 +77,36 @@ def test_a_head_that_comes_back_in_time_and_one_after_the_run_end_nothing():
     head.die()
     time.sleep(0.5)
     assert (len(said), ends) == (1, [])
+
+
+def test_one_connection_that_is_too_slow_is_no_lost_head(monkeypatch: pytest.MonkeyPatch):
+    head, said, slow = Head(), list[str](), list[None]()
+    connect = head_watch._connect
+
+    def connect_slowly(address: str) -> socket.socket | None:
+        if head.taken and not slow:
+            slow.append(None)
+            return None
+        return connect(address)
+
+    monkeypatch.setattr(head_watch, "_connect", connect_slowly)
+    with watching_head(f"127.0.0.1:{head.port}", said.append, lambda: None, lost_s=5.0, poll_s=0.05):
+        wait(lambda: len(head.taken) == 1)
+        head.hang_up()
+        wait(lambda: len(head.taken) == 2)
+    assert (slow, said) == ([None], [])
+    head.die()
+
+
+def test_a_connection_to_itself_is_none_to_a_head(monkeypatch: pytest.MonkeyPatch):
+    create, made = socket.create_connection, list[socket.socket]()
+
+    def create_from_the_same_port(address: tuple[str, int], timeout: float) -> socket.socket:
+        made.append(create(address, timeout, source_address=address))
+        return made[-1]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(head_watch.socket, "create_connection", create_from_the_same_port)
+    assert head_watch._connect(f"127.0.0.1:{port}") is None
+    assert [connection.fileno() for connection in made] == [-1]

@@ -1,111 +1,87 @@
-"""Files of checkpoints that go from node to node, without a cluster."""
-
-from pathlib import Path
-from types import SimpleNamespace
+"""Buffers of a resync that cannot be made: an error, and nothing left of those that were."""
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
+import torch
+from resync_engines import MemoryTransport, Source, config, session, weights
 
-from slimrl.checkpoints.digests import file_digest
-from slimrl.runtime.cluster import node_memory
-from slimrl.runtime.cluster.node_memory import Fetched, NodeMemory
-from slimrl.trainer.checkpointing.fetching import fetching
+from slimrl import device
+from slimrl.quantization.fp8 import BlockFp8
+from slimrl.resync import pipeline
+from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR, CudaBuffer
+from slimrl.resync.pipeline import Pipeline
+from slimrl.resync.plan import plan_resync
+from slimrl.resync.ranks import RankError, Ranks
+from slimrl.resync.report import ResyncError
+from slimrl.resync.transform import Quantize
 
+pytestmark = pytest.mark.skipif(device.device_type() == "cuda", reason="counts files in /dev/shm")
 
-class Remote:
-    """An actor whose methods are called at once."""
-
-    def __init__(self, memory: NodeMemory) -> None:
-        self.memory, self.calls = memory, []
-
-    def __getattr__(self, name: str):
-        def remote(*given):
-            self.calls.append((name, *given))
-            return getattr(self.memory, name)(*given)
-
-        return SimpleNamespace(remote=remote)
-
-
-@pytest.fixture
-def nodes(monkeypatch, tmp_path):
-    monkeypatch.setattr(node_memory, "PIECE_BYTES", 4)
-    monkeypatch.setattr(node_memory.ray, "get", lambda value, timeout=None: value)
-    found = []
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        found.append(Remote(NodeMemory(tmp_path / name)))
-    return found
+RUN_ID = "no_memory"
+NUM_BUFFERS = 3
+"""Buffers of rank 0 where it quantises: a staging buffer and two slots"""
+NUM_EXCHANGES = 3
+"""Whether each rank got its staging buffer; where to map it; whether each rank got its slots"""
 
 
-def fill(remote: Remote, name: str, text: str) -> None:
-    file = remote.memory.path / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+def make_pipeline(ranks: Ranks) -> Pipeline:
+    source = Source({"w": torch.ones(32, 16)})
+    transform = Quantize(BlockFp8(block=(16, 16)), ["w"])
+    plan = plan_resync(source.layout(), ranks.nodes, bucket_bytes=1 << 12, transform=transform)
+    return Pipeline(plan, source, ranks, run_id=RUN_ID, timeout_s=1.0)
 
 
-def test_a_file_comes_in_pieces_and_once(nodes):
-    first, second = nodes
-    fill(first, "step_000004/trainer/__0_0.distcp", "0123456789")
-    for _ in range(2):
-        second.memory.fetch(["step_000004/trainer/__0_0.distcp"], first)
-    assert (second.memory.path / "step_000004/trainer/__0_0.distcp").read_text() == "0123456789"
-    assert [call[2] for call in first.calls] == [0, 4, 8, 10]
-    digests = second.memory.digests("step_000004")
-    assert digests == first.memory.digests("step_000004")
-    assert digests == {name: file_digest(first.memory.path / name) for name in ["step_000004/trainer/__0_0.distcp"]}
+def files() -> list[str]:
+    return [path.name for path in SHARED_MEMORY_DIR.glob(f"slimrl-{RUN_ID}-*")]
 
 
-def test_half_a_file_counts_for_nothing(nodes, monkeypatch):
-    first, second = nodes
-    fill(first, "step_000004/a", "0123456789")
+def nth(number: int, function, error: Exception):
+    """The function, whose call of this number raises."""
+    calls = []
 
-    def lost(name: str, start: int) -> bytes:
-        if start == 8:
-            raise OSError("the node is lost")
-        return b"0123"
+    def call(*arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise error
+        return function(*arguments)
 
-    monkeypatch.setattr(first.memory, "piece", lost)
-    with pytest.raises(OSError, match="is lost"):
-        second.memory.fetch(["step_000004/a"], first)
-    assert second.memory.digests("step_000004") == {}
+    return call
 
 
-def test_a_folder_that_is_written_again_has_none_of_its_old_files(nodes):
-    first, second = nodes
-    fill(first, "step_000004/b", "old")
-    second.memory.fetch(["step_000004/b"], first)
-    second.memory.make(".partial_step_000004")
-    fill(second, ".partial_step_000004/a", "new")
-    assert second.memory.rename(".partial_step_000004", "step_000004") == ["step_000004/a"]
-    fill(first, "step_000004/b", "new")
-    second.memory.fetch(["step_000004/b"], first)
-    assert (second.memory.path / "step_000004/b").read_text() == "new"
-    second.memory.keep(["step_000005"])
-    assert list(second.memory.path.iterdir()) == []
+@pytest.mark.parametrize("number", range(1, NUM_BUFFERS + 1))
+def test_a_buffer_that_cannot_be_made_leaves_none_of_the_others(monkeypatch, number):
+    make = nth(number, pipeline.shared_buffer, OSError("no room"))
+    monkeypatch.setattr(pipeline, "shared_buffer", make)
+    with pytest.raises(OSError, match=r"rank 0: . buckets of .* bytes: no room"):
+        make_pipeline(Ranks("", 1.0))
+    assert files() == []
 
 
-def test_small_files_are_fetched_at_once_and_shards_when_they_are_read(nodes, monkeypatch):
-    first, second = nodes
-    names = ("common.pt", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
-    for name in names:
-        fill(first, f"step_000004/trainer/{name}", name)
-    fill(second, "step_000004/trainer/__1_0.distcp", "own")
-    missing = {name: first for name in names if not name.startswith("__1")}
-    fetch = Fetched(second, "step_000004/trainer", missing, 1.0)
-    there = second.memory.path / "step_000004" / "trainer"
-    read = []
-    monkeypatch.setattr(FileSystemReader, "read_data", lambda self, plan, planner: read.append(sorted(files(there))))
-    reader = FileSystemReader(there)
-    reader.storage_data = {name: SimpleNamespace(relative_path=name) for name in names}
-    plan = SimpleNamespace(items=[SimpleNamespace(storage_index=name) for name in names[1:3]])
-    with fetching(fetch):
-        assert sorted(files(there)) == ["__1_0.distcp", "common.pt"]
-        reader.read_data(plan, None)
-    assert read == [["__0_0.distcp", "__1_0.distcp", "common.pt"]]
-    assert (there / "__1_0.distcp").read_text() == "own"
-    reader.read_data(SimpleNamespace(items=[SimpleNamespace(storage_index="__2_0.distcp")]), None)
-    assert not (there / "__2_0.distcp").exists()
+@pytest.mark.parametrize("number", range(1, NUM_EXCHANGES + 1))
+def test_a_rank_that_dies_meanwhile_leaves_no_buffer_of_this_one(monkeypatch, number):
+    ranks = Ranks("", 1.0)
+    monkeypatch.setattr(ranks, "gather_objects", nth(number, ranks.gather_objects, RankError("dead")))
+    with pytest.raises(RankError, match="dead"):
+        make_pipeline(ranks)
+    assert files() == []
 
 
-def files(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
+def test_the_counts_above_are_those_of_a_pipeline_that_is_made(monkeypatch):
+    ranks = Ranks("", 1.0)
+    monkeypatch.setattr(ranks, "gather_objects", nth(NUM_EXCHANGES + 1, ranks.gather_objects, RankError("one more")))
+    pipeline = make_pipeline(ranks)
+    assert len(files()) == NUM_BUFFERS
+    pipeline.close()
+    assert files() == []
+
+
+def test_a_gpu_without_room_is_reported_as_a_full_shared_memory_is(monkeypatch):
+    def empty(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    resync = session(Source(weights()), [], config(), run_id=RUN_ID, transport=MemoryTransport())
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(pipeline, "shared_buffer", lambda nbytes, name, where: CudaBuffer(nbytes, where))
+    with pytest.raises(ResyncError, match=r"rank 0: 2 buckets of .* bytes: .*CUDA out of memory"):
+        resync.run(1)
+    monkeypatch.undo()
+    resync.close()

@@ -19,6 +19,8 @@ LOST_S = 45.0
 """Seconds without a connection to the head after which it is lost; Ray's own 60 begin a little later."""
 POLL_S = 0.2
 CONNECT_S = 5.0
+ATTEMPTS = 2
+"""Connections in a row that fail before the head is said to be lost; on a loaded machine one may be too slow."""
 
 log = logging.getLogger(__name__)
 
@@ -56,20 +58,20 @@ def _watch(
     lost_s: float,
     poll_s: float,
 ) -> None:
-    seen, connection, said = time.monotonic(), None, False
+    seen, connection, failures = time.monotonic(), None, 0
     while not ended.wait(poll_s):
         if connection is None or _is_closed(connection):
             # The head itself closes a connection that asks nothing, after a while.
             connection = _connect(address)
         if connection is not None:
-            seen, said = time.monotonic(), False
+            seen, failures = time.monotonic(), 0
             continue
-        if not said:
+        failures += 1
+        if failures == ATTEMPTS:
             say(
                 f"Ray's head at {address} is lost: nobody answers there. The run ends where it is not back within "
                 f"{lost_s:g} s; on a cluster with a head, --resume goes on from the newest checkpoint."
             )
-            said = True
         if time.monotonic() - seen > lost_s:
             end()
             return
@@ -81,6 +83,10 @@ def _connect(address: str) -> socket.socket | None:
     host, _, port = address.rpartition(":")
     with suppress(OSError):
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
+        if connection.getsockname() == connection.getpeername():
+            # The system gave it that very port, at which nobody listens.
+            connection.close()
+            return None
         connection.setblocking(False)
         return connection
     return None
