@@ -19,7 +19,7 @@ PERMUTATIONS = 20_000
 class Slope:
     per_hour: float
     half_width: float
-    """Of the interval, which lies around `per_hour`"""
+    """Half the width of the interval, which lies around `per_hour`"""
     mean: float
     """Mean of the figure"""
 

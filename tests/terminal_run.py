@@ -37,10 +37,12 @@ class TerminalRun:
         """Everything that it has written so far"""
         self._terminal, inside = pty.openpty()
         fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        # A test runner's own would be believed more than the terminal.
+        without_size = {k: v for k, v in (environment or os.environ).items() if k not in ("COLUMNS", "LINES")}
         # It gets the terminal as its own, so that Ctrl-C reaches it.
         self._process = subprocess.Popen(
             ["setsid", "--ctty", *arguments],
-            env={**(environment or os.environ), "TERM": "xterm-256color"},
+            env={**without_size, "TERM": "xterm-256color"},
             stdin=inside,
             stdout=inside,
             stderr=inside,

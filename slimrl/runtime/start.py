@@ -220,7 +220,8 @@ def started(
             except StageError as error:
                 free = ", ".join(node.name for node in kept)
                 raise (StageError(f"{error}; trainer.spare_nodes keeps free: {free}") if kept else error) from None
-            check_spares(kept, placement, unit)
+            if kept:
+                check_spares(kept, placement, unit)
             places = Reservation(placement, resource)
             spares = SpareNodes(kept, resource)
             if ray_address is not None:

@@ -178,9 +178,13 @@ class CliRun:
 
     def signal_server(self, index: int, number: signal.Signals) -> None:
         """A signal for all processes of an engine's server."""
-        server = engine_server(self.members(ENGINE), f"engine_{index}.log")
-        for process in (server, *server.children(recursive=True)):
+        for process in self.server_processes(index):
             process.send_signal(number)
+
+    def server_processes(self, index: int) -> list[psutil.Process]:
+        """All processes of an engine's server. Raises AssertionError if it has none."""
+        server = engine_server(self.members(ENGINE), f"engine_{index}.log")
+        return [server, *server.children(recursive=True)]
 
     def interrupt_as_terminal(self) -> None:
         """What Ctrl-C does: SIGINT to every process of the foreground group."""

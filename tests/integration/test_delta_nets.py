@@ -61,7 +61,8 @@ def gradients(rank, num_ranks, port, path, cases):
         load_hf_weights(chunks, path, family, hf_config)
         optimizer = Optimizer(trainer, chunks, 10)
 
-        def gradients_as_weights(chunks=chunks) -> float:
+        def gradients_as_weights(chunks=chunks, *, finite: bool) -> float:
+            assert finite
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.data.copy_(parameter.main_grad)

@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from typing import Any
 import psutil
 import pytest
 from broken_package import PROMPT, write_tasks
-from cli_runs import ENGINE, RECIPES, SIZE, CliRun, num_logged_steps
+from cli_runs import RECIPES, SIZE, CliRun, num_logged_steps
 from sandboxes import needs_namespaces
 from slimrl_tools.environment.check import write_data
 from slimrl_tools.toy.toy import write_toy
 from slow_talk import end_turns
 from venvs import environment_python
 
+from slimrl.base.processes import send_all
 from slimrl.environments.catalogue import entry_of
 from slimrl.observability.metrics import read_metrics
 from slimrl.observability.run_folder import RunFolder
@@ -128,7 +130,8 @@ def settings_of(name: str, model: Path, runs: Path) -> list[str]:
         f"rollout.prompts_per_step={PROMPTS}",
         f"rollout.samples_per_prompt={SAMPLES}",
         f"rollout.max_failed_fraction={1 / EPISODES}",
-        f"rollout.max_concurrency_per_engine={EPISODES}",
+        # One after another, so that some are left when the engine has stopped.
+        "rollout.max_concurrency_per_engine=2",
         "rollout.max_trajectory_tokens=1536",
         "rollout.sampling.max_new_tokens=64",
         # The task's own reward is beyond a random model.
@@ -138,25 +141,23 @@ def settings_of(name: str, model: Path, runs: Path) -> list[str]:
     ]
 
 
-def num_asked(run: CliRun) -> int:
-    """Requests that wait for the engine: each has a connection of the driver's to itself."""
-    servers = {one for server in run.members(ENGINE) for one in (server, *server.children(recursive=True))}
-    connections = [one for server in servers for one in server.net_connections("tcp")]
-    ports = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
-    mine = psutil.Process(run.process.pid).net_connections("tcp")
-    return sum(one.status == psutil.CONN_ESTABLISHED and one.raddr.port in ports for one in mine)
-
-
 def train_with_a_death(
     arguments: list[str], folder: RunFolder, processes: Callable[[CliRun], list[psutil.Process]]
 ) -> int:
     """Run to the end, and kill the process of one episode of the first step; its pid."""
-    run = CliRun(arguments)
+    run, servers = CliRun(arguments), list[psutil.Process]()
+
+    def has_begun() -> bool:
+        """Whether the first step has. To look for the engine's processes takes as long as some episodes."""
+        if num_logged_steps(folder) == 0:
+            with suppress(AssertionError, psutil.NoSuchProcess):
+                servers[:] = run.server_processes(0)
+        return num_logged_steps(folder) == 1
+
     try:
-        run.wait_until(lambda: num_logged_steps(folder) == 1, RUN_S, poll_s=0.005)
-        # Before most episodes have ended.
-        run.signal_server(0, signal.SIGSTOP)
-        run.wait_until(lambda: num_asked(run) >= EPISODES, RUN_S)
+        run.wait_until(has_begun, RUN_S, poll_s=0.005)
+        send_all(servers, signal.SIGSTOP)
+        run.wait_until(lambda: bool(processes(run)), 60.0)
         # What came back before the engine stopped may still end an episode.
         time.sleep(2.0)
         killed = processes(run)[0]

@@ -176,7 +176,7 @@ def test_a_fresh_run_trains_from_the_first_prompt_for_all_its_updates(parts: Par
     assert parts.prepared == (["a=1"], "train", {"train": True, "evaluate": True}, {"ray_address": "head:1"})
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": True, "with_teacher": True, "with_past": True, "with_critic": True,
+        "with_engines": True, "with_teacher": True, "with_past": True, "with_critic": True, "with_spares": True,
         "total_updates": 12, "checkpoint": None, "ray_address": "head:1",
     }  # fmt: skip
     assert parts.teachers == "teachers"
@@ -253,7 +253,7 @@ def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts:
     assert given == [(2, ["3"], True)]
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": False, "with_teacher": False, "with_past": False, "with_critic": False,
+        "with_engines": False, "with_teacher": False, "with_past": False, "with_critic": False, "with_spares": True,
         "total_updates": 4, "checkpoint": path, "ray_address": "head:1",
     }  # fmt: skip
     assert (parts.keep, parts.total_steps) == (2, 4)
@@ -548,8 +548,8 @@ def test_a_trainer_rank_works_tells_how_far_it_is_and_closes_all_that_it_holds()
         load_checkpoint=update, load_hf=lambda: noted.append("hf"),
         load_megatron=lambda path: noted.append(path), close=lambda: noted.append("worker"),
     )  # fmt: skip
-    run(actor, TrainerActor.load_checkpoint, Path("saved"))
-    assert noted == [(Path("saved"),)]
+    run(actor, TrainerActor.load_checkpoint, Path("saved"), None)
+    assert noted == [(Path("saved"), None)]
     noted.clear()
     assert actor.progress() == RankProgress(1, 3, 41)
     actor.recipe = Recipe()

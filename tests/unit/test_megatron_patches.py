@@ -687,9 +687,10 @@ def test_results_of_a_save_stay_in_this_process():
     megatron_patches.apply()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    results = filesystem_async.get_write_results_queue()
-    assert type(results) is queue.Queue
-    assert filesystem_async.get_write_results_queue("spawn") is results
+    first, second = filesystem_async.get_write_results_queue(), filesystem_async.get_write_results_queue("spawn")
+    assert type(first) is type(second) is queue.Queue
+    # Two may be written at a time.
+    assert first is not second
 
 
 def test_the_compiler_is_out_of_the_way_for_one_import_alone():

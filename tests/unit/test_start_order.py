@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         processes,
         "TrainerGroup",
-        lambda *given, total_updates: Noted(f"{given[4] if given[4:] else 'trainer'}", noted, total_updates),
+        lambda *given, total_updates, spares: Noted(f"{given[4] if given[4:] else 'trainer'}", noted, total_updates),
     )
     return noted
 
@@ -65,7 +65,7 @@ def start(
     places = SimpleNamespace(placement=placement)
     with ExitStack() as ends:
         started = processes.start_processes(
-            recipe, None, None, ends, places, total_updates=total_updates, checkpoint=CHECKPOINT
+            recipe, None, None, ends, places, total_updates=total_updates, checkpoint=CHECKPOINT, spares=None
         )
         assert (started.engines is None) == (num_engines == 0)
         assert (started.trainers is None) == (total_updates is None)

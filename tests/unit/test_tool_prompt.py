@@ -170,7 +170,7 @@ def test_supervised_training_refuses_tools_that_are_not_shown_by_line_and_shows_
     with pytest.raises(RecipeError, match=rf"{data}:2: the chat template leaves out the tool calculator"):
         read_examples(load_recipe(recipe, given, "sft"))
     examples = read_examples(load_recipe(recipe, [*given, "agent.tool_prompt=deepseek_v3"], "sft"))
-    lengths = [len(example.tokens) for example in examples["train"]]
+    lengths = [len(example.segment.tokens) for example in examples["train"]]
     assert lengths[1] > lengths[0] + 100
 
 

@@ -24,7 +24,7 @@ def split_spares(nodes: Sequence[Node], num_spares: int) -> tuple[list[Node], li
     Raises:
         StageError: none is left for the run.
     """
-    if num_spares >= len(nodes):
+    if num_spares and num_spares >= len(nodes):
         raise StageError(f"{KEY} = {num_spares} leaves none of {counted(len(nodes), 'node')} to the run. Give it more.")
     used = len(nodes) - num_spares
     return list(nodes[:used]), list(nodes[used:])
