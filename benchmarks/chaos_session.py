@@ -70,7 +70,7 @@ def kinds_of(leg: Leg, asked: list[str] | None) -> list[str]:
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:
     """Whole numbers that add up to the total, as close to these proportions as that allows."""
-    given = []
+    given: list[int] = []
     for number, size in enumerate(sizes):
         given.append(round((total - sum(given)) * size / sum(sizes[number:])))
     return given
