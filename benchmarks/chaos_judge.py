@@ -14,8 +14,8 @@ from slimrl.observability.run_folder import RunFolder
 SHARED_MEMORY_DIR = Path("/dev/shm")
 CACHE = "torchinductor_"
 """Begin of the name of a folder in which torch keeps what it has compiled, for all that come"""
-OF_WANDB = ("wandb-media", "wandb-artifacts")
-"""Ends of the names of temporary folders that wandb leaves where its process is killed"""
+OF_WANDB, TABLE = ("wandb-media", "wandb-artifacts"), ".table.json"
+"""Ends of the names of temporary folders that wandb leaves where its process is killed, and of the files in others"""
 OF_FAULTS = ("rollout/retries", "reward/retries", "resync/replaced_engines")
 """Metrics that count what a fault has cost a run that is otherwise the same."""
 
@@ -66,10 +66,19 @@ def remove_left_files(*folders: Path) -> list[str]:
     Args:
         folders: of shared memory and of temporary files, all of them this benchmark's own.
     """
-    left = [path for folder in folders for path in sorted(folder.iterdir())]
-    for path in left:
+    paths = [path for folder in folders for path in sorted(folder.iterdir())]
+    left = [str(path) for path in paths if not is_known(path)]
+    for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    return [str(path) for path in left if not path.name.startswith(CACHE) and not path.name.endswith(OF_WANDB)]
+    return left
+
+
+def is_known(path: Path) -> bool:
+    """Whether it is a cache, or what wandb leaves."""
+    if path.name.startswith(CACHE) or path.name.endswith(OF_WANDB):
+        return True
+    content = list(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+    return bool(content) and all(file.name.endswith(TABLE) for file in content)

@@ -37,7 +37,7 @@ class Verdict:
     leg: str
     mode: str
     seconds: float = 0.0
-    """From the first steps to the last fault's recovery"""
+    """From the first steps to the preemption"""
     steps: int = 0
     starts: int = 0
     """Starts of the driver"""

@@ -83,10 +83,10 @@ def test_what_is_left_is_told_once_but_for_caches(tmp_path: Path):
     from chaos_judge import remove_left_files
 
     memory, temporary = tmp_path / "shm", tmp_path / "tmp"
-    for path in (memory / "folder", temporary / "torchinductor_root", temporary / "tmp0a1b2c3dwandb-media"):
+    for path in (memory / "folder", temporary / "torchinductor_root", temporary / "table", temporary / "wandb-media"):
         path.mkdir(parents=True)
-    for path in (memory / "sem.mp-1", memory / "folder" / "file", temporary / "torchinductor_root" / "file"):
-        path.touch()
+    for name in ("sem.mp-1", "folder/file", "../tmp/torchinductor_root/file", "../tmp/table/trajectories.table.json"):
+        (memory / name).touch()
     (temporary / "link").symlink_to(tmp_path)
     left = [memory / "folder", memory / "sem.mp-1", temporary / "link"]
     assert remove_left_files(memory, temporary) == [str(path) for path in left]
