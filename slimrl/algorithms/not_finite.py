@@ -14,13 +14,11 @@ from slimrl.data.packing import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
     RETURNS,
-    TEACHER_LOGPROBS,
     VALUES,
     MicroBatch,
 )
 from slimrl.data.pieces import sampled_places
 
-ENGINE = "the engines' log-probs"
 GIVEN = "the advantages"
 LOGPROBS = "the log-probs"
 CRITIC_VALUES = "the critic's values"
@@ -28,7 +26,6 @@ OF_TOKENS = "the advantages of tokens"
 LOSS = "the losses"
 GRADIENT = "the gradients"
 _ADDED = {
-    TEACHER_LOGPROBS: "the teacher's log-probs",
     OLD_LOGPROBS: "the log-probs before the updates",
     REFERENCE_LOGPROBS: "the reference's log-probs",
     VALUES: CRITIC_VALUES,
@@ -53,10 +50,12 @@ class Fault(NamedTuple):
 def faults_of(batch: MicroBatch, found: Mapping[str, np.ndarray] | None = None) -> list[Fault]:
     """Sequences with numbers that are not finite at their sampled tokens.
 
+    Log-probs of engines and teachers are finite: their clients and trajectory files refuse others.
+
     Args:
         found: [T] by what they are called, results of a pass over the micro-batch.
     """
-    arrays = {ENGINE: batch.rollout_logprobs, GIVEN: given_advantages(batch)}
+    arrays = {GIVEN: given_advantages(batch)}
     # Advantages of tokens come from a pass, or from the recipe's credit by turn.
     arrays |= {what: batch.added[name] for name, what in _ADDED.items() if name in batch.added}
     arrays |= found or {}

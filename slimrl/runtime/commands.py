@@ -42,7 +42,7 @@ from slimrl.runtime.preemption import Preemption, preemption_by_signal, raise_pr
 from slimrl.runtime.run import Run
 from slimrl.runtime.sft import Example, read_examples
 from slimrl.runtime.start import logs_of_command, open_run, prepare, rollout_stage, started
-from slimrl.runtime.state import RunState
+from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.train_run import TrainRun
 from slimrl.runtime.trainer_restarts import TrainerRestarts
 
@@ -129,8 +129,10 @@ def _train(
     with open_run(loaded, progress, **how) as folder:
         for note in () if task is None else task.notes:
             log.info(note)
+        checkpoints = CheckpointFolder(folder.checkpoints)
+        left_out = LeftOut(folder.left_out, partial(_sampler, items, recipe, RunState()))
+        left_out.remove_ended_row(checkpoints)
         checkpoint, state = _resume_point(folder, recipe, progress, learns=task is not None)
-        left_out = LeftOut(folder.left_out)
         # Refuses a position in other data, before anything starts.
         _sampler(items, recipe, state, left_out.items)
         with (
@@ -204,6 +206,7 @@ def _train(
 
             def rewind() -> tuple[Path | None, RunState]:
                 """Go back to the newest checkpoint, or to the copy in memory if that is newer."""
+                left_out.remove_ended_row(checkpoints, memory)
                 found = newest_copy(memory, folder, progress.say) or _resume_point(
                     folder, recipe, progress, contents=False
                 )
@@ -213,7 +216,7 @@ def _train(
                 return found
 
             restarts = TrainerRestarts(
-                recipe.run, rewind, progress, left_out=left_out if recipe.stop.rewind_not_finite else None
+                recipe.run, rewind, progress, left_out=left_out, rewinds=recipe.stop.rewind_not_finite
             )
             with nullcontext() if task is None else rollout_stage(loaded, task, processes, progress) as stage:
                 state = restarts.go_on(partial(begin, stage), checkpoint, state)

@@ -90,11 +90,16 @@ class Critic:
         self._skipped.count(result, step, f"{part} of the critic", work)
         self._results.append(result)
 
-    def finish(self) -> dict[str, float]:
-        """Drop the batches; the metrics of the step's updates, empty if there were none."""
+    def finish(self, step: int) -> dict[str, float]:
+        """Drop the batches; the metrics of the step's updates, empty if there were none.
+
+        Raises:
+            NotFinite: the weights are not finite.
+        """
         results, self._results, self._updates = self._results, [], []
         if not results:
             return {}
+        self._skipped.check_weights(step)
         self._ranks.put_batches([])
         return {
             **value_metrics(_added([result.sums for result in results])),

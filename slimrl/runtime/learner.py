@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -138,15 +137,17 @@ class Learner:
             if number == 0:
                 self._reports.setdefault(0, found)
                 self._measure(step, updates, enforce_limit)
-            result = self._trainers.call(RankBatches.step, skip=not self._is_finite(number, update))
+            result = self._trainers.call(RankBatches.step, skip=not self._is_finite(number))
             self._skipped.count(result, step.number, part, work)
             results.append(result)
+        if results:
+            self._skipped.check_weights(step.number)
         if updates and warms_up:
             self._measure_unchanged(step, updates, enforce_limit)
         if updates:
             self._trainers.put_batches([])
         if self._critic is not None:
-            step.record(self._critic.finish())
+            step.record(self._critic.finish(step.number))
         step.count_experts(results)
         if results:
             step.record({**update_metrics(results), **policy_metrics(results)})
@@ -154,14 +155,12 @@ class Learner:
                 self._state.adapt_entropy_coef(algorithm, entropy)
         step.record({"train/skipped_steps": self._state.skipped_steps})
 
-    def _is_finite(self, number: int, update: Update) -> bool:
-        """Whether the log-probs of an update are, of the engines and, where they are known, of the trainer.
+    def _is_finite(self, number: int) -> bool:
+        """Whether the trainer's log-probs of an update are, where they are known.
 
         Its loss and gradient may be finite though they are not.
         """
-        given = (batch.rollout_logprobs[batch.mask] for batch in micro_batches([update.batch]))
-        found = (report.logprobs_S for report in self._reports.get(number, ()))
-        return all(bool(np.isfinite(values).all()) for values in chain(given, found))
+        return all(bool(np.isfinite(report.logprobs_S).all()) for report in self._reports.get(number, ()))
 
     def _record_tokens(self, step: Step, number: int, update: Update, recorded: Collection[int]) -> None:
         # Those of a later update are not the old policy's unless there was a pass for them.

@@ -1,28 +1,24 @@
 """What becomes of an update whose loss or gradient is not finite: it is skipped, and the run says which trajectories
 were in it.
 
-1. The numbers of each sequence, from what the driver gave the ranks to the losses, in a pass without gradient.
-2. Where all of these are finite, the gradients: of halves of the update, of their halves, down to single trajectories.
-3. The weights, which no later update could mend: if they are not finite, the run ends.
+1. The weights, which no later update could mend: if they are not finite, the run ends.
+2. The numbers of each sequence, from what the driver gave the ranks to the losses, in a pass without gradient.
+3. Where all of these are finite, the gradients: of halves of the update, of their halves, down to single trajectories.
+
+After a step's last update the weights are looked at in any case, so that none that are not finite reach an engine, a
+checkpoint or an export.
 
 Too many skipped updates in a row end it too. With `stop.rewind_not_finite` it goes back then, which
 `runtime/trainer_restarts.py` does.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from slimrl.algorithms.not_finite import (
-    ENGINE,
-    GIVEN,
-    GRADIENT,
-    LOGPROBS,
-    causes,
-    faults_of,
-    given_advantages,
-    narrowed,
-)
+from slimrl.algorithms.not_finite import GIVEN, GRADIENT, LOGPROBS, causes, faults_of, given_advantages, narrowed
 from slimrl.algorithms.objective import LossFunction
 from slimrl.base.errors import NotFinite
 from slimrl.data.packing import PackedBatch, micro_batches
@@ -82,6 +78,17 @@ class Work:
     noun: str = "trajectories"
     """What owners are called"""
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The owner of each sequence, and of several segments which one it is, from 1."""
+        counts = Counter(owner.name for owner in self.owners)
+        seen: Counter[str] = Counter()
+        names = []
+        for owner in self.owners:
+            seen[owner.name] += 1
+            names.append(f"{owner.name} segment {seen[owner.name]}" if counts[owner.name] > 1 else owner.name)
+        return names
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -124,8 +131,20 @@ class SkippedUpdates:
             NotFinite: the weights are not finite, or too many updates in a row were skipped.
         """
         if result.skipped:
-            self._explain(f"step {step}: {part}", step, work)
+            where = f"step {step}: {part}"
+            self._check_weights(where)
+            self._explain(where, step, work)
         count_skipped(self._state, result, self._limit, critic=self._critic)
+
+    def check_weights(self, step: int) -> None:
+        """Raise NotFinite if the weights are not finite after the last update of a step."""
+        self._check_weights(f"step {step}: after the updates{' of the critic' if self._critic else ''}")
+
+    def _check_weights(self, where: str) -> None:
+        if weights := sorted(set(self._ranks.gather(RankBatches.weights_not_finite))):
+            # No trajectory is to blame.
+            self._state.suspects = []
+            raise NotFinite(f"{where}: weights are not finite, which no update can mend: {listed(weights)}")
 
     def _explain(self, where: str, step: int, work: Work) -> None:
         findings = find(self._ranks, work)
@@ -133,10 +152,6 @@ class SkippedUpdates:
         log.warning("%s skipped:\n%s", where, "\n".join(_details(findings, work)))
         owners = [work.owners[sequence] for finding in findings for sequence in finding.sequences]
         self._keep(step, work, {owner.item for owner in owners})
-        if weights := sorted(set(self._ranks.gather(RankBatches.weights_not_finite))):
-            # No trajectory is to blame.
-            self._state.suspects = []
-            raise NotFinite(f"{where}: weights are not finite, which no update can mend: {listed(weights)}")
         self._state.suspects = list(dict.fromkeys([*self._state.suspects, *(owner.item for owner in owners)]))
 
     def _keep(self, step: int, work: Work, items: set[str]) -> None:
@@ -208,19 +223,13 @@ def _passed(places: set[int], available: int, multiple: int) -> list[int]:
 
 def _text(finding: Finding, work: Work) -> str:
     """The finding in a line for the terminal."""
-    names = list(dict.fromkeys(_name(sequence, work, segment=finding.exact) for sequence in finding.sequences))
+    named = work.names if finding.exact else [owner.name for owner in work.owners]
+    names = list(dict.fromkeys(named[sequence] for sequence in finding.sequences))
     num_owners = len({work.owners[sequence].name for sequence in finding.sequences})
     of_all = f"{num_owners} of {len({owner.name for owner in work.owners})} {work.noun}"
     if finding.exact:
         return f"{finding.what} of {of_all} are not finite: {listed(names)}"
     return f"{finding.what} of some of {of_all} are not finite, or their sum is not: {listed(names)}"
-
-
-def _name(sequence: int, work: Work, *, segment: bool = True) -> str:
-    """The owner of a sequence, and of several segments which one it is, from 1."""
-    name = work.owners[sequence].name
-    own = [number for number, owner in enumerate(work.owners) if owner.name == name]
-    return f"{name} segment {own.index(sequence) + 1}" if segment and len(own) > 1 else name
 
 
 def listed(names: Sequence[str]) -> str:
@@ -234,7 +243,9 @@ def _details(findings: Sequence[Finding], work: Work) -> list[str]:
     pieces = {
         piece.sequence: piece.values
         for batch in micro_batches([work.batch])
-        for piece in pieces_of(batch, {ENGINE: batch.rollout_logprobs, GIVEN: given_advantages(batch)})
+        for piece in pieces_of(
+            batch, {"the engines' log-probs": batch.rollout_logprobs, GIVEN: given_advantages(batch)}
+        )
     }
     lines = []
     for finding in findings:
@@ -244,5 +255,5 @@ def _details(findings: Sequence[Finding], work: Work) -> list[str]:
             if trajectory is not None and len(values[GIVEN]):
                 ranges = [f"{what} from {values_S.min():g} to {values_S.max():g}" for what, values_S in values.items()]
                 facts += [f"reward {trajectory.reward:g}", *ranges]
-            lines.append(f"  {finding.what} of {_name(sequence, work)}: {', '.join(facts)}")
+            lines.append(f"  {finding.what} of {work.names[sequence]}: {', '.join(facts)}")
     return lines

@@ -100,6 +100,7 @@ def update(step: Step, examples: Sequence[Example], run: Run) -> None:
     result = trainers.call(RankBatches.step)
     skipped = SkippedUpdates(trainers, state, recipe.trainer.max_skipped_updates, run.progress.say)
     skipped.count(result, step.number, "update", work)
+    skipped.check_weights(step.number)
     step.count_experts([result])
     step.record(
         {

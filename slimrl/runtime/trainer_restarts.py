@@ -1,6 +1,7 @@
 """Trainers that die: their ranks are started anew in place, and the run goes on from its newest checkpoint, or from a
 newer copy in memory (memory_folder.py). Likewise where losses or weights that are not finite would end the run, if it
-may go back (`stop.rewind_not_finite`).
+may go back (`stop.rewind_not_finite`); then from before the first of the updates that were skipped in a row, if there
+is a checkpoint.
 
 Engines, gateway, sandboxes, environments and episode workers stay as they are. What the run knows is read again from
 the checkpoint, as `--resume` does, so that it goes on exactly as a resumed run would.
@@ -32,18 +33,19 @@ class TrainerRestarts:
         progress: Progress,
         now: Callable[[], float] = time.monotonic,
         *,
-        left_out: LeftOut | None = None,
+        left_out: LeftOut,
+        rewinds: bool = False,
     ) -> None:
         """
         Args:
             newest: goes back to the newest checkpoint; returns it and its state, or None and a new state.
-            left_out: gets what is left out where the run goes back for numbers that are not finite; None if these end
-                it.
+            left_out: what the run leaves out; gets more where it goes back for numbers that are not finite.
+            rewinds: it may go back for these, which otherwise end it.
             now: a clock, in seconds.
         """
         self._limits, self._newest, self._progress, self._now = limits, newest, progress, now
         self._times: list[float] = []
-        self._left_out = left_out
+        self._left_out, self._rewinds = left_out, rewinds
 
     def go_on(
         self,
@@ -64,6 +66,7 @@ class TrainerRestarts:
             RunError: see `_go_back`.
         """
         while True:
+            self._left_out.end_row(state)
             run, loop = begin(checkpoint, state)
             try:
                 loop()
@@ -81,23 +84,22 @@ class TrainerRestarts:
         """As `_restart`, without what was at fault.
 
         Raises:
-            RunError: the run may not go back, or has done so before.
+            RunError: the run may not go back, or has done so before, or too little would be left.
         """
-        if self._left_out is None:
+        if not self._rewinds:
             raise fault
         if self._left_out.has_gone_back:
             raise RunError(f"{fault}. The run had gone back before, which stop.rewind_not_finite does once") from fault
         items = state.suspects
-        self._left_out.go_back(items)
+        try:
+            self._left_out.go_back(items)
+        except ValueError as error:
+            raise RunError(f"{fault}. The run cannot go back and leave out what was at fault: {error}") from fault
         self._progress.say(
             f"warning: {fault}; the run goes back to its newest checkpoint and leaves out "
             + (f"{len(items)} from now on: {listed(items)}" if items else "nothing")
         )
-        checkpoint, state = self._restart(run)
-        # They may have been under way at the checkpoint.
-        state.skipped_in_a_row = state.critic_skipped_in_a_row = 0
-        state.suspects = []
-        return checkpoint, state
+        return self._restart(run)
 
     def _restart(self, run: Run, lost: TrainerLost | None = None) -> tuple[Path | None, RunState]:
         """Start the ranks of a run anew; where they are lost again meanwhile, once more.

@@ -223,7 +223,8 @@ class MicroBatchRunner:
         denominator: float,
         temperature: float,
     ) -> bool:
-        """Whether an update with these micro-batches would be made; changes nothing. Every rank calls it.
+        """Whether an update with these micro-batches would be made; changes neither weights nor the optimizer's state.
+        Every rank calls it. The random numbers of dropout, if there is any, are used up as in an update.
 
         Args:
             denominator, temperature: as in `accumulate`.

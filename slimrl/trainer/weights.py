@@ -73,8 +73,19 @@ def local_adapters(chunks: Sequence[nn.Module], adapters: WeightMap) -> list[tup
 
 
 def names_not_finite(chunks: Sequence[nn.Module]) -> list[str]:
-    """Names in the whole model of the weights on this rank that have a value which is not finite."""
-    return [name for name, tensor in _global_tensors(chunks, heads=True) if not bool(tensor.isfinite().all())]
+    """Names in the whole model of the weights on this rank that have a value which is not finite.
+
+    Each weight is read once, and nothing of its size is allocated.
+    """
+    held = [
+        (name, tensor.detach())
+        for name, tensor in _global_tensors(chunks, heads=True)
+        if tensor.is_floating_point() and tensor.numel()
+    ]
+    # A NaN is both the smallest and the largest value. The device is waited for once.
+    finite = [torch.stack(tensor.aminmax()).isfinite().all().to(held[0][1].device) for _, tensor in held]
+    finite_N = torch.stack(finite).tolist() if finite else []
+    return [name for (name, _), is_finite in zip(held, finite_N, strict=True) if not is_finite]
 
 
 def _global_tensors(chunks: Sequence[nn.Module], *, heads: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from test_learner import AnsweringTrainers, pairs, recipe
 
 from slimrl.algorithms.selection import Selection, select
 from slimrl.algorithms.values import value_objective
-from slimrl.base.errors import RunError
+from slimrl.base.errors import NotFinite, RunError
 from slimrl.config.schema.algorithm import KlEstimator, KlPlace
 from slimrl.config.schema.data import TruncationMode
 from slimrl.config.schema.recipe import Recipe
@@ -315,6 +315,13 @@ def test_a_lone_sample_of_a_prompt_is_learned_from_since_it_needs_no_others():
     run.step(pairs("a")[:1])
     assert run.critic.made[0][2] == np.sum(pairs("a")[0].segments[0].loss_mask)
     assert run.policy.num_steps == 1
+
+
+def test_weights_of_the_critic_that_are_not_finite_end_the_run_also_where_it_learns_alone():
+    run = Run(with_critic(warmup_steps=STEP))
+    run.critic.bad_weights = ["value_head"]
+    with pytest.raises(NotFinite, match=r"^step 4: after the updates of the critic: weights are not finite, .*_head$"):
+        run.step()
 
 
 def test_trajectories_that_the_critic_s_update_could_not_bear_are_named_and_kept_apart_from_the_policy_s(tmp_path):

@@ -30,6 +30,7 @@ from slimrl.rollout.pressure import CachePressure
 from slimrl.rollout.step_rollout import StepRollout
 from slimrl.runtime import past_versions, train_run
 from slimrl.runtime.background_evaluation import Evaluated
+from slimrl.runtime.left_out import LeftOut
 from slimrl.runtime.loop import train
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 from slimrl.runtime.step_metrics import Step
@@ -255,7 +256,8 @@ def play(
         )
         run.learner = stages
         run._service = service or InSteps(stages, prompts)
-        TrainerRestarts(recipe.run, lambda: (None, state), stages).go_on(
+        left_out = LeftOut(folder.left_out, lambda items: None)
+        TrainerRestarts(recipe.run, lambda: (None, state), stages, left_out=left_out).go_on(
             lambda *_: (run, lambda: train(run)), None, state
         )
     return folder

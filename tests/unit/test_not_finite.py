@@ -1,21 +1,20 @@
 """Which sequences are said to be at fault for an update that is skipped, and what the run does then."""
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from test_learner import AnsweringTrainers, learn, pairs, recipe, trajectory
 
-from slimrl.algorithms.not_finite import ENGINE, GIVEN, LOGPROBS, LOSS, OF_TOKENS, Fault, causes, faults_of, narrowed
+from slimrl.algorithms.not_finite import GIVEN, LOGPROBS, LOSS, OF_TOKENS, Fault, causes, faults_of, narrowed
 from slimrl.algorithms.selection import select
 from slimrl.base.errors import NotFinite, RunError
 from slimrl.data.packing import ADVANTAGES, REFERENCE_LOGPROBS, micro_batches
 from slimrl.data.roles import by_role
 from slimrl.data.trajectory import read_trajectories
 from slimrl.observability.run_folder import RunFolder
-from slimrl.runtime.not_finite import owners_of
+from slimrl.runtime.not_finite import Owner, Work, owners_of
 from slimrl.runtime.packed_updates import make_updates
 from slimrl.runtime.state import RunState
 
@@ -127,14 +126,6 @@ def test_where_no_log_prob_is_finite_the_mismatch_is_unknown_and_the_update_is_s
     assert "the log-probs of 2 of 2 trajectories are not finite: a (a/0), a (a/1)" in said[0]
 
 
-def test_log_probs_of_the_engines_are_named_as_theirs():
-    trajectories, said = marked("ab"), []
-    trajectories[2].segments[0].rollout_logprobs[-1] = math.nan
-    trainers = AnsweringTrainers()
-    learn(trainers, recipe(), trajectories, said=said)
-    assert re.search(r"skipped: the engines' log-probs of 1 of 4 trajectories are not finite: b \(b/0\)$", said[0])
-
-
 def test_an_advantage_beyond_32_bits_is_named_with_its_group_alone():
     trajectories, said, settings = marked("ab"), [], recipe()
     settings.algorithm.advantage = "dr_grpo"
@@ -166,12 +157,44 @@ def test_segments_of_a_trajectory_are_passed_together_and_a_sum_that_overflows_i
     )
 
 
-def test_weights_that_are_not_finite_end_the_run_at_once_and_no_trajectory_is_to_blame():
-    trainers, state = AnsweringTrainers(mismatch=math.nan), RunState(suspects=["x"])
+def test_weights_that_are_not_finite_end_the_run_at_once_and_no_trajectory_is_to_blame(tmp_path):
+    trainers, state, said = AnsweringTrainers(mismatch=math.nan), RunState(suspects=["x"]), []
     trainers.bad_weights = [f"decoder.layers.{n}.mlp" for n in range(10)]
     with pytest.raises(NotFinite, match=r"step 4: update 1 of 1: weights are not finite, which no .* and 2 more$"):
-        learn(trainers, recipe(), marked("a"), state)
+        learn(trainers, recipe(), marked("a"), state, said=said, folder=RunFolder(tmp_path))
     assert state.suspects == []
+    # Nothing is looked for in the update, and nothing of it is kept.
+    assert trainers.asked == ["gradients of 0 with log-probs"]
+    assert (said, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_weights_that_an_update_has_spoiled_are_found_before_the_step_ends():
+    trainers = AnsweringTrainers()
+    trainers.bad_weights = ["decoder.layers.0.mlp"]
+    with pytest.raises(NotFinite, match=r"^step 4: after the updates: weights are not finite, .*: decoder\.layers\.0"):
+        learn(trainers, recipe(updates=2), pairs("ab"))
+    assert trainers.num_steps == 2
+
+
+class Walked(list):
+    """A list that counts how often it is walked through."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_sequences_are_named_without_a_walk_through_all_others_for_each():
+    owners = Walked(Owner(name=f"{number // 2}", item="") for number in range(200))
+    owners += [Owner(name="alone", item="")]
+    work = Work(number=0, batch=[], owners=owners, loss=None, denominator=1.0, temperature=1.0)
+    assert [work.names[number] for number in (0, 1, 198, 199)] == [
+        "0 segment 1", "0 segment 2", "99 segment 1", "99 segment 2",
+    ]  # fmt: skip
+    assert work.names[200] == "alone"
+    assert owners.walks <= 2
 
 
 def test_suspects_are_those_of_the_updates_skipped_in_a_row():
@@ -200,5 +223,4 @@ def test_advantages_of_tokens_that_came_with_the_batch_are_those_of_turns():
     (batch,) = packed()
     batch.added[ADVANTAGES] = np.zeros(len(batch.tokens), np.float32)
     batch.added[ADVANTAGES][places_of(batch, 2)] = math.inf
-    batch.rollout_logprobs[places_of(batch, 0)[0]] = math.inf
-    assert faults_of(batch) == [Fault(0, ENGINE), Fault(2, OF_TOKENS)]
+    assert faults_of(batch) == [Fault(2, OF_TOKENS)]

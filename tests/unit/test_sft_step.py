@@ -38,6 +38,7 @@ class Trainers:
         self.skips = False
         self.bad: list[int] = []
         """Sequences whose losses are not finite"""
+        self.bad_weights: list[str] = []
 
     def put_batches(self, updates):
         self.held = updates
@@ -55,7 +56,7 @@ class Trainers:
         return True
 
     def weights_not_finite(self):
-        return []
+        return list(self.bad_weights)
 
     def accumulate(self, update, loss, *, denominator, temperature):
         assert (loss, temperature) == (cross_entropy, 1.0)
@@ -264,3 +265,12 @@ def test_micro_batches_come_in_the_groups_that_the_schedule_takes():
     update(Step(1), [conversation(9, 8)], run)
     assert len(trainers.budgets) == 2
     assert trainers.denominators == [8]
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(tmp_path):
+    recipe, trainers = Recipe(steps=1), Trainers()
+    recipe.sft.batch_conversations, recipe.trainer.max_tokens_per_rank = 1, 64
+    trainers.bad_weights = ["decoder.layers.0.mlp"]
+    with pytest.raises(RunError, match=r"step 1: after the updates: weights are not finite, .*: decoder\.layers\.0"):
+        make(tmp_path, recipe, trainers, [conversation(8, 4)])
+    assert trainers.saved == []

@@ -1,6 +1,7 @@
 """How often a trainer is started anew, and from where."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,10 @@ import pytest
 from slimrl.base.errors import NotFinite, RunError, StageError, TrainerLost
 from slimrl.config.schema.run import RunConfig
 from slimrl.runtime.left_out import LeftOut
-from slimrl.runtime.state import RunState
+from slimrl.runtime.state import CheckpointFolder, RunState
 from slimrl.runtime.trainer_restarts import TrainerRestarts
+
+NOTHING = LeftOut(Path("of a run that has not gone back"), lambda items: None)
 
 
 class Trial:
@@ -19,6 +22,7 @@ class Trial:
     def __init__(self, losses: list[float], failing_starts: int = 0, left_out=None, faults=(), **limits: float) -> None:
         """
         Args:
+            left_out: what the run leaves out if it may go back.
             faults: what is at fault each time that the loop ends for numbers that are not finite, before `losses`.
         """
         self.faults, self.completed = list(faults), 0
@@ -30,7 +34,8 @@ class Trial:
             lambda: (self.checkpoint, self.state),
             SimpleNamespace(say=self.said.append, stage=self.stage),
             lambda: self.now,
-            left_out=left_out,
+            left_out=left_out or NOTHING,
+            rewinds=left_out is not None,
         )
 
     @contextmanager
@@ -97,7 +102,7 @@ def test_without_restarts_the_cause_is_raised_as_it_is():
 
 def test_a_run_that_may_goes_back_once_for_what_is_not_finite_and_leaves_it_out(tmp_path):
     file = tmp_path / "left_out.json"
-    left_out = LeftOut(file)
+    left_out = LeftOut(file, bool)
     trial = Trial([10.0], faults=[["p:7", "p:1"]], left_out=left_out, max_restarts=1)
     # The checkpoint is of the row of skipped updates itself.
     trial.state.skipped_in_a_row = 1
@@ -109,33 +114,84 @@ def test_a_run_that_may_goes_back_once_for_what_is_not_finite_and_leaves_it_out(
         "warning: 2 optimizer updates in a row; the run goes back to its newest checkpoint and leaves out 2 from now "
         "on: p:7, p:1"
     )
-    assert left_out.items == LeftOut(file).items == {"p:1", "p:7"}
+    assert left_out.items == LeftOut(file, bool).items == {"p:1", "p:7"}
     assert (trial.state.skipped_in_a_row, trial.state.critic_skipped_in_a_row, trial.state.suspects) == (0, 0, [])
 
 
 def test_a_run_ends_the_second_time_also_where_it_was_resumed_in_between(tmp_path):
     file = tmp_path / "left_out.json"
-    trial = Trial([], faults=[["p:7"], ["p:8"]], left_out=LeftOut(file))
+    trial = Trial([], faults=[["p:7"], ["p:8"]], left_out=LeftOut(file, bool))
     with pytest.raises(RunError, match=r"in a row\. The run had gone back before, which stop\.rewind_not_finite"):
         trial.go()
     assert len(trial.begun) == 2
-    resumed = Trial([], faults=[["p:8"]], left_out=LeftOut(file))
+    resumed = Trial([], faults=[["p:8"]], left_out=LeftOut(file, bool))
     with pytest.raises(RunError, match="had gone back before"):
         resumed.go()
-    assert LeftOut(file).items == {"p:7"}
+    assert LeftOut(file, bool).items == {"p:7"}
 
 
 def test_without_leave_what_is_not_finite_ends_the_run_and_weights_leave_nothing_out(tmp_path):
     with pytest.raises(NotFinite, match=r"^2 optimizer updates in a row$"):
         Trial([], faults=[["p:7"]]).go()
-    left_out = LeftOut(tmp_path / "left_out.json")
+    left_out = LeftOut(tmp_path / "left_out.json", bool)
     trial = Trial([], faults=[[]], left_out=left_out)
     trial.go()
     assert trial.said[0].endswith("and leaves out nothing")
-    assert (left_out.items, LeftOut(tmp_path / "left_out.json").has_gone_back) == (set(), True)
+    assert (left_out.items, LeftOut(tmp_path / "left_out.json", bool).has_gone_back) == (set(), True)
+
+
+def test_the_row_of_skipped_updates_is_over_however_often_its_checkpoint_is_loaded(tmp_path):
+    trial = Trial([10.0], faults=[["p:7", "p:1"]], left_out=LeftOut(tmp_path / "left_out.json", bool))
+    saved = RunState(step=3, skipped_in_a_row=1, critic_skipped_in_a_row=2, suspects=["p:7"])
+    trial.restarts._newest = lambda: (trial.checkpoint, replace(saved))
+    assert (trial.go(), len(trial.begun)) == (RunState(step=3), 3)
+
+
+def test_a_run_that_would_have_nothing_left_ends_with_its_cause_and_leaves_nothing_out(tmp_path):
+    def refuse(items):
+        raise ValueError(f"data.train = a.jsonl: all {len(items)} items are left out")
+
+    file = tmp_path / "left_out.json"
+    trial = Trial([], faults=[["p:7"]], left_out=LeftOut(file, refuse))
+    with pytest.raises(RunError, match=r"^2 optimizer updates in a row\. .* data\.train = a\.jsonl: all 1 items are"):
+        trial.go()
+    assert (len(trial.begun), file.exists()) == (1, False)
+    file.write_text('{"items": ["p:7"]}')
+    with pytest.raises(ValueError, match=r"all 1 items are left out, by .*left_out\.json\. Remove it to leave nothing"):
+        LeftOut(file, refuse)
+
+
+def saved(folder: CheckpointFolder, *rows: tuple[int, list[str]]) -> CheckpointFolder:
+    """A checkpoint of each step: how many updates were skipped in a row, and what was at fault in them."""
+    for step, (in_a_row, suspects) in enumerate(rows, 1):
+        state = RunState(step=step, skipped_in_a_row=in_a_row, suspects=suspects)
+        folder.finish(folder.begin(step), state, {})
+    return folder
+
+
+def test_checkpoints_of_the_row_for_which_the_run_went_back_are_removed_if_one_before_it_is_there(tmp_path):
+    rows = [(0, []), (1, ["other"]), (1, ["p:1"]), (2, ["p:1", "p:7"])]
+    disk, memory = saved(CheckpointFolder(tmp_path / "disk"), *rows), saved(CheckpointFolder(tmp_path / "shm"), *rows)
+    left_out = LeftOut(tmp_path / "left_out.json", bool)
+    left_out.remove_ended_row(disk, memory)
+    assert disk.steps() == memory.steps() == [1, 2, 3, 4]
+    left_out.go_back(["p:1", "p:7"])
+    left_out.remove_ended_row(disk, memory)
+    assert disk.steps() == memory.steps() == [1, 2]
+
+
+def test_checkpoints_of_that_row_are_gone_on_from_where_none_is_before_it(tmp_path):
+    disk = saved(CheckpointFolder(tmp_path / "disk"), (1, ["p:1"]), (1, ["p:1"]), (1, ["p:1"]))
+    memory = saved(CheckpointFolder(tmp_path / "shm"), (1, ["p:1"]))
+    # It is damaged, and so none to go on from.
+    (disk.named(1) / "state.json").write_text("{}")
+    left_out = LeftOut(tmp_path / "left_out.json", bool)
+    left_out.go_back(["p:1"])
+    left_out.remove_ended_row(disk, memory)
+    assert (disk.steps(), memory.steps()) == ([1, 2, 3], [1])
 
 
 def test_a_damaged_file_of_what_is_left_out_is_refused(tmp_path):
     (tmp_path / "left_out.json").write_text('{"items": 3}')
     with pytest.raises(ValueError, match=r"left_out\.json is damaged: .*\. Remove it to leave nothing out\."):
-        LeftOut(tmp_path / "left_out.json")
+        LeftOut(tmp_path / "left_out.json", bool)

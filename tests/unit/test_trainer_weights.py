@@ -436,3 +436,16 @@ def test_the_first_rank_puts_together_what_the_others_hold(monkeypatch):
         assert torch.equal(tensor.float(), whole[name]), name
     assert not sent[1]
     assert not sent[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_with_a_value_that_is_not_finite_are_named_wherever_it_stands(monkeypatch, dtype, value):
+    held = {name: torch.full((3, 1000), torch.finfo(dtype).max, dtype=dtype) for name in ("first", "good", "last")}
+    held["first"][0, 0] = held["last"][2, 999] = value
+    held["negative"] = torch.full((5,), torch.finfo(dtype).min, dtype=dtype)
+    held |= {"counter": torch.tensor(3), "empty": torch.zeros(0, dtype=dtype)}
+    monkeypatch.setattr(weights, "_global_tensors", lambda chunks, heads: held.items())
+    assert weights.names_not_finite([]) == ["first", "last"]
+    monkeypatch.setattr(weights, "_global_tensors", lambda chunks, heads: ())
+    assert weights.names_not_finite([]) == []
