@@ -36,6 +36,10 @@ class NotWritten(StageError):
     """Files of a checkpoint could not be written, which all ranks know of."""
 
 
+class NotLoaded(StageError):
+    """Ranks could not load a checkpoint."""
+
+
 class TrainerLost(StageError):
     """A rank of the trainer, or of its critic, has ended or hangs, with its weights and the optimizer's state."""
 

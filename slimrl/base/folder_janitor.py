@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+START_S = 60.0
+"""Deadline of a janitor's start"""
 LOOK_S = 1.0
 """Seconds between two looks whether the folder is still there; without it the janitor ends."""
 REMOVE_S = 60.0
@@ -17,9 +19,9 @@ REMOVE_S = 60.0
 def watch_over(folder: Path) -> None:
     """Have a janitor remove the folder when this process ends. It ends itself when the folder is gone."""
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(folder)]
-    nothing = subprocess.DEVNULL
+    null = subprocess.DEVNULL
     # It forks, and so is no child of this process, whose children Ray may kill with it.
-    subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, check=True)
+    subprocess.run(command, stdin=null, stdout=null, stderr=null, start_new_session=True, check=True, timeout=START_S)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from slimrl.config.lora_rules import lora_model_violations, lora_model_warnings,
 from slimrl.config.model_rules import model_violations, model_warnings
 from slimrl.config.past_versions import past_violations
 from slimrl.config.problems import Problem, Violation
-from slimrl.config.restart_rules import copy_violations, spare_violations
+from slimrl.config.restart_rules import RESTARTING, copy_violations, spare_violations
 from slimrl.config.reward_rules import reward_violations
 from slimrl.config.rollout_rules import (
     colocation_violations,
@@ -101,11 +101,11 @@ def check_recipe(
         violations += layout_violations(recipe, experts)
         violations += [*megatron_violations(recipe), *fp8_violations(recipe), *lora_violations(recipe, hf_config)]
         violations += routing_violations(recipe, None if hf_config is None else num_experts(hf_config), command)
-    if command in ("train", "sft"):
+    if command in RESTARTING:
         warnings += warmup_warnings(recipe, command)
+        violations += [*copy_violations(recipe), *spare_violations(recipe, command)]
     if command in ("train", "train --trajectories", "sft"):
         violations += stop_violations(recipe, command)
-        violations += [*copy_violations(recipe, command), *spare_violations(recipe, command)]
     if command == "train":
         violations += [*draft_violations(recipe), *mode_violations(recipe), *past_violations(recipe, hf_config)]
         warnings += mode_warnings(recipe)

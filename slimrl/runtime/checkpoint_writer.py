@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Protocol
 
+from slimrl.base.errors import NotWritten
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.schema.run import CheckpointConfig
 from slimrl.runtime.state import CheckpointFolder, RunState
@@ -101,11 +102,17 @@ class CheckpointWriter:
         if (state := self._state) is None:
             return
         with self._naming_failures(state.step):
-            files = {
-                f"{name}/{file}": digest
-                for name, part in self._parts.items()
-                for file, digest in part.finish_checkpoint(self._partial / name).items()
-            }
+            files: dict[str, FileDigest] = {}
+            failure: NotWritten | None = None
+            for name, part in self._parts.items():
+                try:
+                    written = part.finish_checkpoint(self._partial / name)
+                    files |= {f"{name}/{file}": digest for file, digest in written.items()}
+                except NotWritten as error:
+                    # The other parts may still be writing into the folder, which is removed then.
+                    failure = failure or error
+            if failure is not None:
+                raise failure
             self._folder.finish(self._partial, state, files)
         if self._state is None:
             # The folder's own account of the failure is enough.

@@ -2,8 +2,9 @@
 
 1. They are like those on the disk, with checksums, in a folder of /dev/shm of each node (cluster/memory_nodes.py). The
    driver's has the state of the run. Since only this layout loads them, no rank gathers the optimizer's states.
-2. The newest one is kept, and until it is whole and copied the one before.
-3. A copy that cannot be made, for example for want of room, does not end the run: it goes on with the one before.
+2. The newest one is kept, and until it is whole and copied the one before. The next is not begun earlier.
+3. A copy that cannot be made or loaded, for example for want of room, does not end the run: it goes on with the one
+   before, or with a checkpoint on the disk.
 4. The folders are removed with the run, by a janitor if the run is killed.
 """
 
@@ -21,7 +22,7 @@ from slimrl.checkpoints.digests import FileDigest
 from slimrl.observability.run_folder import RunFolder
 from slimrl.runtime.checks.checkpoint_check import check_checkpoint
 from slimrl.runtime.cluster.memory_nodes import MemoryNodes
-from slimrl.runtime.cluster.node_memory import COPIES, Fetched, files_in
+from slimrl.runtime.cluster.node_memory import COPIES, Fetched, check_room, files_in
 from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 
@@ -74,18 +75,26 @@ class MemoryFolder(CheckpointFolder):
         except (OSError, NotWritten) as error:
             free = f"{shutil.disk_usage(self.path).free / GIB:.1f} GiB of {self.path.parent} are free"
             self.clean()
-            log.warning("copy of step %d: %s; %s", step, error, free)
-            self._say(f"warning: the copy of step {step} in memory could not be made: {error}; {free}")
+            text = f"the copy of step {step} in memory could not be made: {error}; on the driver's node {free}"
+            log.warning("%s", text)
+            self._say(f"warning: {text}")
 
     def begin(self, step: int) -> Path:
-        """As of a folder on the disk. Raises OSError if there is not so much room as the last copy took."""
+        """As of a folder on the disk.
+
+        Raises:
+            NotWritten: files of the last copy are still on the way to a second node; or a node does not answer, or has
+                no room.
+            OSError: this node has not so much room as the last copy took.
+        """
         for path in self.complete()[-1:]:
-            if not self.nodes.finish_copy(path.name, wait=True):
+            if self.nodes.is_copying(path.name):
+                raise NotWritten(f"{path.name} is not on two nodes yet")
+            if not self.nodes.is_copied(path.name):
                 self._say(f"warning: {path.name} in memory would not survive the loss of a node: it is not copied")
         self.prune(1)
         partial = super().begin(step)
-        if shutil.disk_usage(self.path).free < self._needed:
-            raise OSError(f"it takes {self._needed / GIB:.1f} GiB")
+        check_room(self.path, self._needed)
         self.nodes.make(partial.name)
         return partial
 
@@ -101,7 +110,7 @@ class MemoryFolder(CheckpointFolder):
     def prune(self, keep: int, every_steps: int = 0) -> None:
         """Remove all but the newest `keep`, and the newest `keep` of which each file is on two nodes."""
         paths = self.complete()
-        copied = [path for path in paths if self.nodes.finish_copy(path.name)]
+        copied = [path for path in paths if self.nodes.is_copied(path.name)]
         for path in paths:
             if path not in (*paths[-keep:], *copied[-keep:]):
                 self.remove(path)
@@ -117,6 +126,14 @@ class MemoryFolder(CheckpointFolder):
             if of_step > step:
                 self.remove(path)
         self._keep_alike()
+
+    def forget(self, checkpoint: Path) -> bool:
+        """Remove a copy; False if the checkpoint is elsewhere, or cannot be removed."""
+        if not checkpoint.is_relative_to(self.path):
+            return False
+        self.remove(checkpoint)
+        self._keep_alike()
+        return not checkpoint.exists()
 
     def newest(self) -> tuple[Path, RunState] | None:
         """The newest whole copy and its state; says which newer ones are not whole."""

@@ -187,6 +187,10 @@ class Run:
         if self.critics is not None:
             self.critics.restart(checkpoint)
 
+    def forget_copy(self, checkpoint: Path | None) -> bool:
+        """Remove a copy in memory that ranks cannot load; False if the checkpoint is no such copy."""
+        return checkpoint is not None and self.memory_folder is not None and self.memory_folder.forget(checkpoint)
+
     def finish(self) -> None:
         """Export the model, or only save a checkpoint if the run was preempted."""
         if self.checkpoint_is_due():

@@ -177,7 +177,8 @@ def started(
         with_teacher: also start the engines of the recipe's teacher, if it has any.
         with_past: also start the engines of older versions, if the recipe has any.
         with_critic: also start the ranks of the recipe's critic, if it has one.
-        with_spares: also keep nodes free as `trainer.spare_nodes` says.
+        with_spares: the trainer may be started anew: also keep nodes free as `trainer.spare_nodes` says, and have room
+            for copies in memory.
         total_updates: optimizer updates of the run; None for a command without a trainer.
         checkpoint: the run's checkpoint that the trainer loads; None for the weights that the recipe names.
         ray_address: HOST:PORT of the Ray cluster to run on; None for a private one on this machine.
@@ -226,7 +227,8 @@ def started(
             spares = SpareNodes(kept, resource)
             if ray_address is not None:
                 check_nodes(recipe, places)
-                check_shared_memory(recipe, placement)
+                if with_spares:
+                    check_shared_memory(recipe, placement, kept)
         processes = Processes(engines=None, trainers=None)
         try:
             with progress.stage("starting processes"):

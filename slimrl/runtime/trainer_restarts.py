@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slimrl.base.errors import NotFinite, RunError, StageError, TrainerLost
+from slimrl.base.errors import NotFinite, NotLoaded, RunError, StageError, TrainerLost
 from slimrl.config.schema.run import RunConfig
 from slimrl.observability.progress import Progress
 from slimrl.runtime.left_out import LeftOut
@@ -102,7 +102,8 @@ class TrainerRestarts:
         return self._restart(run)
 
     def _restart(self, run: Run, lost: TrainerLost | None = None) -> tuple[Path | None, RunState]:
-        """Start the ranks of a run anew; where they are lost again meanwhile, once more.
+        """Start the ranks of a run anew; where they are lost again meanwhile, once more. A copy in memory that they
+        cannot load is forgotten, and they take an older one or the disk's.
 
         Args:
             lost: why, if the run lost them.
@@ -125,6 +126,13 @@ class TrainerRestarts:
                     run.restart_trainers(checkpoint)
             except TrainerLost as again:
                 lost = again
+                continue
+            except NotLoaded as error:
+                if not run.forget_copy(checkpoint):
+                    raise
+                log.warning("%s\n%s", error, error.details)
+                self._progress.say(f"warning: {error}; the copy of step {state.step} in memory is not used")
+                lost = None
                 continue
             text = (
                 f"the trainer has started again after {self._now() - began:.1f} s, and goes on after step {state.step}"

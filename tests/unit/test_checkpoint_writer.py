@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slimrl.base.errors import StageError, TrainerLost
+from slimrl.base.errors import NotWritten, StageError, TrainerLost
 from slimrl.checkpoints.digests import file_digests
 from slimrl.config.schema.run import CheckpointConfig
 from slimrl.runtime.checkpoint_writer import CheckpointWriter
@@ -91,6 +91,19 @@ def test_what_could_not_be_written_leaves_nothing_and_ends_the_run(tmp_path: Pat
     assert not begun.writer.holds(4)
     # Nothing is left that another attempt would wait for.
     begun.writer.finish()
+
+
+def test_a_part_that_could_not_be_written_leaves_no_other_one_under_way(tmp_path: Path, ranks: Ranks):
+    critic = Ranks()
+    writer = CheckpointWriter(CheckpointFolder(tmp_path), CheckpointConfig(), lambda step: pytest.fail("not complete"))
+    writer.begin(RunState(step=4), {"trainer": ranks, "critic": critic})
+    ranks.error, critic.error = NotWritten("trainer 0: No space left"), NotWritten("critic 0: No space left")
+    finished = []
+    critic.finish_checkpoint = lambda directory: finished.append(directory.name) or Ranks.finish_checkpoint(critic, "")
+    with pytest.raises(StageError, match="could not be written: trainer 0: No space left"):
+        writer.finish()
+    assert finished == ["critic"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_lost_trainer_was_writing_goes_when_its_ranks_have_ended(tmp_path: Path, ranks: Ranks):

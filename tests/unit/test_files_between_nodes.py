@@ -68,6 +68,36 @@ def test_half_a_file_counts_for_nothing(nodes, monkeypatch):
     with pytest.raises(OSError, match="is lost"):
         second.memory.fetch(["step_000004/a"], first)
     assert second.memory.digests("step_000004") == {}
+    # It would fill a /dev/shm that is full for good.
+    assert files(second.memory.path / "step_000004") == []
+
+
+def test_a_file_that_is_gone_or_does_not_count_is_copied_again(nodes):
+    """The driver removes folders that its node's actor has filled, which is not asked to."""
+    first, second = nodes
+    fill(first, "step_000004/a", "old")
+    second.memory.fetch(["step_000004/a"], first)
+    fill(first, "step_000004/a", "new")
+    (second.memory.path / "step_000004/a").unlink()
+    second.memory.fetch(["step_000004/a"], first)
+    assert (second.memory.path / "step_000004/a").read_text() == "new"
+    (second.memory.path / "step_000004/a").write_text("damaged")
+    assert second.memory.digests("step_000004") != first.memory.digests("step_000004")
+    second.memory.fetch(["step_000004/a"], first)
+    assert (second.memory.path / "step_000004/a").read_text() == "new"
+
+
+def test_a_node_makes_no_folder_without_the_room_that_its_ranks_took_last(nodes, monkeypatch):
+    memory, free = nodes[0].memory, 0
+    monkeypatch.setattr(node_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    memory.make(".partial_step_000004")
+    fill(nodes[0], ".partial_step_000004/a", "0123456789")
+    memory.rename(".partial_step_000004", "step_000004")
+    with pytest.raises(OSError, match=r"^it takes 0\.0 GiB of .*, and 0\.0 are free$"):
+        memory.make(".partial_step_000005")
+    assert files(memory.path) == ["step_000004"]
+    free = 10
+    memory.make(".partial_step_000005")
 
 
 def test_a_folder_that_is_written_again_has_none_of_its_old_files(nodes):
@@ -82,6 +112,7 @@ def test_a_folder_that_is_written_again_has_none_of_its_old_files(nodes):
     assert (second.memory.path / "step_000004/b").read_text() == "new"
     second.memory.keep(["step_000005"])
     assert list(second.memory.path.iterdir()) == []
+    assert (second.memory._fetched, second.memory._locks) == (set(), {})
 
 
 def test_small_files_are_fetched_at_once_and_shards_when_they_are_read(nodes, monkeypatch):

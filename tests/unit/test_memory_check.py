@@ -7,7 +7,7 @@ import torch
 
 from slimrl import device
 from slimrl.config.problems import Problem, RecipeError
-from slimrl.config.schema.algorithm import AlgorithmConfig
+from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
 from slimrl.config.schema.model import ModelConfig
 from slimrl.config.schema.precision import Precision
@@ -196,10 +196,10 @@ def test_a_start_asks_for_this_machines_memory_if_it_is_here_and_nothing_else_is
 def test_copies_in_memory_count_and_need_their_room_in_shared_memory(monkeypatch, precision, lora, bytes_of_one):
     recipe = recipe_of(precision=precision, lora=lora)
     problems(monkeypatch, recipe, gib=100)
-    assert memory_check.copies_bytes(recipe, 1) == 0
+    assert memory_check.copies_bytes(recipe, 1, with_critic=False) == 0
     recipe.checkpoint.in_memory_every_steps = 5
     needed = 2 * bytes_of_one * PARAMETERS
-    assert (memory_check.copies_bytes(recipe, 1), memory_check.copies_bytes(recipe, 3)) == (needed, 2 * needed)
+    assert [memory_check.copies_bytes(recipe, count, with_critic=False) for count in (1, 3)] == [needed, 2 * needed]
     loaded = SimpleNamespace(
         recipe=recipe, command="train", problem=lambda key, message: Problem(key=key, message=message)
     )
@@ -209,7 +209,26 @@ def test_copies_in_memory_count_and_need_their_room_in_shared_memory(monkeypatch
     (problem,) = memory_check.shared_memory_problems(loaded)
     assert problem.key == "checkpoint.in_memory_every_steps"
     assert "take at least 0.0 GiB of /dev/shm, and there are 0.0 GiB free" in problem.message
-    loaded.command = "eval"
+    for command in ("eval", "train --trajectories"):
+        loaded.command = command
+        assert memory_check.shared_memory_problems(loaded) == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_copies_in_memory_have_all_of_a_critic_but_the_head_of_the_model(monkeypatch, tied):
+    recipe = recipe_of(precision=Precision.bf16, lora=8, algorithm=AlgorithmConfig(advantage=AdvantageName.gae))
+    recipe.critic.trainer.precision = Precision.fp32
+    recipe.checkpoint.in_memory_every_steps = 1
+    monkeypatch.setattr(memory_check, "read_hf_config", lambda _: {**MODEL, "tie_word_embeddings": tied})
+    of_policy = PARAMETERS + (0 if tied else 1000 * 64)
+    needed = 2 * (2 * of_policy + 16 * PARAMETERS)
+    assert memory_check.copies_bytes(recipe, 1, with_critic=True) == needed
+    monkeypatch.setattr(memory_check, "shared_memory_free", lambda: needed - 1)
+    loaded = SimpleNamespace(
+        recipe=recipe, command="train", problem=lambda key, message: Problem(key=key, message=message)
+    )
+    assert len(memory_check.shared_memory_problems(loaded)) == 1
+    loaded.command = "sft"
     assert memory_check.shared_memory_problems(loaded) == []
 
 

@@ -27,6 +27,7 @@ class OneNode:
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.not_copied: set[str] = set()
+        self.copying: set[str] = set()
 
     def make(self, name):
         pass
@@ -40,8 +41,11 @@ class OneNode:
     def keep(self, names):
         self.kept = sorted(names)
 
-    def finish_copy(self, name, *, wait=False):
-        return name not in self.not_copied
+    def is_copying(self, name):
+        return name in self.copying
+
+    def is_copied(self, name):
+        return name not in self.not_copied | self.copying
 
 
 @pytest.fixture
@@ -115,6 +119,31 @@ def test_the_one_before_is_kept_until_the_next_is_on_two_nodes(memory, said):
     assert memory.steps() == [7]
 
 
+def test_a_step_does_not_wait_until_the_one_before_is_on_two_nodes(memory, said):
+    save(memory, 4)
+    memory.nodes.copying = {"step_000005"}
+    save(memory, 5, 6)
+    assert memory.steps() == [4, 5]
+    assert memory.nodes.kept == ["step_000004", "step_000005"]
+    (warning,) = said
+    assert "the copy of step 6 in memory could not be made: step_000005 is not on two nodes yet; " in warning
+    memory.nodes.copying = set()
+    save(memory, 7)
+    assert memory.steps() == [7]
+
+
+def test_one_that_cannot_be_loaded_is_forgotten_and_a_checkpoint_on_the_disk_is_not(memory, tmp_path):
+    memory.nodes.not_copied = {"step_000005"}
+    save(memory, 4, 5)
+    disk = CheckpointFolder(tmp_path)
+    save(disk, 3)
+    assert memory.forget(memory.named(5))
+    assert memory.newest()[1].step == 4
+    assert memory.nodes.kept == ["step_000004"]
+    assert not memory.forget(disk.named(3))
+    assert disk.steps() == [3]
+
+
 def test_copies_behind_which_the_run_went_back_are_forgotten(memory):
     memory.nodes.not_copied = {"step_000005"}
     save(memory, 4, 5)
@@ -160,7 +189,7 @@ def test_a_copy_is_not_begun_without_the_room_that_the_last_one_took(memory, sai
     monkeypatch.setattr(memory_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     save(memory, 5)
     assert memory.steps() == [4]
-    assert "step 5 in memory could not be made: it takes 0.0 GiB; 0.0 GiB of /dev/shm are free" in said[0]
+    assert "step 5 in memory could not be made: it takes 0.0 GiB of /dev/shm, and 0.0 are free; " in said[0]
 
 
 def test_a_folder_goes_with_its_owner_however_that_ends(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from slimrl.algorithms.objective import loss_function
-from slimrl.base.errors import StageError
+from slimrl.base.errors import ActorLost, NotLoaded, NotWritten, StageError, TrainerLost
 from slimrl.checkpoints.digests import FileDigest, differences, file_digests
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.resync import TransportName
@@ -45,6 +45,8 @@ class Answers(dict):
         if self.ranks.are_slow and while_waiting is not None:
             while_waiting()
             while_waiting()
+        if self.method in self.ranks.failures:
+            raise self.ranks.failures[self.method]
         return dict(self)
 
 
@@ -54,6 +56,8 @@ class Ranks:
     def __init__(self) -> None:
         self.names, self.calls, self.timeouts = [], [], []
         self.are_slow = False
+        self.failures: dict[str, StageError] = {}
+        """Errors of calls, by the method"""
         self.answers = {
             "process": lambda rank: NodeProcess(100 + rank, 1.0),
             "rendezvous": lambda rank, on_one_node: "file:///meet" if on_one_node else "tcp://10.0.0.1:29500",
@@ -247,6 +251,42 @@ def test_a_checkpoint_is_loaded_after_the_weights_by_its_absolute_path(group):
     given, timeout_s = group._actors.last("load_checkpoint")
     assert set(given.values()) == {(Path("runs/checkpoints/step_000004/trainer").absolute(), None)}
     assert timeout_s == 22.0
+
+
+class MemoryOfNodes(trainer_group.SharedFolders):
+    """Folders of which one node cannot be reached."""
+
+    def fetched(self, node, folder):
+        if node.name == "node1":
+            raise NotWritten("node1 does not answer")
+
+
+def test_what_keeps_ranks_from_loading_a_checkpoint_is_told_from_what_fails_beside_it(group, monkeypatch):
+    checkpoint = Path("runs/checkpoints/step_000004")
+    group._actors.failures["load_checkpoint"] = StageError("trainer 3: load_checkpoint: OSError: No space left")
+    with pytest.raises(NotLoaded, match="No space left"):
+        group.start(checkpoint)
+    assert group.has_failed
+    # Others start in their place.
+    monkeypatch.setattr(trainer_group, "is_alive", lambda node: True)
+    group._actors.names, group._actors.failures = [], {}
+    group.restart(checkpoint)
+    assert not group.has_failed
+    group.folders = MemoryOfNodes()
+    with pytest.raises(NotLoaded, match="node1 does not answer"):
+        group.start(checkpoint)
+    group.folders = trainer_group.SharedFolders()
+    group._actors.failures["load_checkpoint"] = ActorLost("trainer 3: its process died")
+    with pytest.raises(TrainerLost):
+        group.start(checkpoint)
+
+    def engine_fails() -> None:
+        raise StageError("engine 0 has ended")
+
+    group._actors.are_slow, group.meanwhile = True, engine_fails
+    with pytest.raises(StageError, match="engine 0 has ended") as found:
+        group.start(checkpoint)
+    assert not isinstance(found.value, NotLoaded)
 
 
 def test_each_rank_gets_its_share_of_every_update_at_once(group):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimrl.base.errors import NotFinite, RunError, StageError, TrainerLost
+from slimrl.base.errors import NotFinite, NotLoaded, RunError, StageError, TrainerLost
 from slimrl.config.schema.run import RunConfig
 from slimrl.runtime.left_out import LeftOut
 from slimrl.runtime.state import CheckpointFolder, RunState
@@ -29,9 +29,13 @@ class Trial:
         self.losses, self.failing_starts = list(losses), failing_starts
         self.now, self.begun, self.ended, self.said = 0.0, [], 0, []
         self.checkpoint, self.state = Path("step_000003"), RunState(step=3)
+        self.copies: list[int] = []
+        """Steps of copies in memory, which cannot be loaded"""
+        self.loads = True
+        """Whether the checkpoint on the disk can be loaded"""
         self.restarts = TrainerRestarts(
             RunConfig(name="run", **limits),
-            lambda: (self.checkpoint, self.state),
+            self.newest,
             SimpleNamespace(say=self.said.append, stage=self.stage),
             lambda: self.now,
             left_out=left_out or NOTHING,
@@ -41,6 +45,11 @@ class Trial:
     @contextmanager
     def stage(self, name: str):
         yield
+
+    def newest(self) -> tuple[Path, RunState]:
+        if self.copies:
+            return Path(f"memory/{self.copies[-1]}"), RunState(step=self.copies[-1])
+        return self.checkpoint, self.state
 
     def begin(self, checkpoint, state):
         self.begun.append((checkpoint, state.step))
@@ -67,6 +76,11 @@ class Trial:
         if self.failing_starts:
             self.failing_starts -= 1
             raise TrainerLost("trainer 0: its process died")
+        if self.copies or not self.loads:
+            raise NotLoaded("trainer 0: load_checkpoint: OSError: No space left on device")
+
+    def forget_copy(self, checkpoint) -> bool:
+        return bool(self.copies) and checkpoint == Path(f"memory/{self.copies.pop()}")
 
     def go(self) -> RunState:
         return self.restarts.go_on(self.begin, None, RunState())
@@ -93,6 +107,20 @@ def test_a_start_that_is_lost_again_is_a_restart_too():
     assert trial.ended == 3
     with pytest.raises(StageError, match=r"^trainer 0: its process died; run.max_restarts = 2"):
         Trial([10.0], failing_starts=2, max_restarts=2).go()
+
+
+def test_copies_in_memory_that_cannot_be_loaded_leave_the_checkpoint_on_the_disk():
+    trial = Trial([10.0], max_restarts=1)
+    trial.copies = [4, 5]
+    assert trial.go() is trial.state
+    assert trial.begun[1:] == [(trial.checkpoint, 3)]
+    assert trial.ended == 3
+    no_space = "warning: trainer 0: load_checkpoint: OSError: No space left on device; the copy of step"
+    assert trial.said[1:3] == [f"{no_space} 5 in memory is not used", f"{no_space} 4 in memory is not used"]
+    trial = Trial([10.0])
+    trial.loads = False
+    with pytest.raises(NotLoaded, match=r"No space left on device$"):
+        trial.go()
 
 
 def test_without_restarts_the_cause_is_raised_as_it_is():

@@ -49,8 +49,8 @@ class CheckpointConfig:
     every_steps: NonNegativeInt = 0
     """Steps between checkpoints; 0 saves only at the end."""
     in_memory_every_steps: NonNegativeInt = 0
-    """Steps between copies in the memory of the trainer's nodes (/dev/shm), from which a trainer that is started anew
-    in place goes on where no checkpoint is newer; 0 for none."""
+    """Steps between copies in the memory of the trainer's nodes (/dev/shm), of which a trainer that is started anew in
+    place takes the newest if no checkpoint on the disk is as new; 0 for none."""
     grace_s: PositiveFloat = 60.0
     """Seconds after SIGUSR1 that a rollout may take; the run finishes and saves its step, but drops a rollout that
     takes longer."""

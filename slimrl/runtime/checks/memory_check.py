@@ -15,9 +15,10 @@ import torch
 from ray._common.utils import get_system_memory
 
 from slimrl import device
+from slimrl.config.critic import critic_recipe
 from slimrl.config.load import SERVING, LoadedRecipe, trains
 from slimrl.config.problems import Problem
-from slimrl.config.restart_rules import IN_MEMORY
+from slimrl.config.restart_rules import IN_MEMORY, RESTARTING
 from slimrl.config.schema.recipe import Recipe
 from slimrl.engines.plugin.cpu.packed_linear import MIN_ELEMENTS, packed_dtypes
 from slimrl.engines.servers.server import CPU_MEMORY_FRACTION, cpu_cache_tokens
@@ -62,7 +63,7 @@ def memory_problems(loaded: LoadedRecipe) -> list[Problem]:
     engines = _engine_bytes(recipe, hf_config, has) if loaded.command in SERVING else {}
     updates = loaded.command in UPDATING
     ranks = _rank_bytes(recipe, hf_config, updates=updates) if trains(loaded.command) else {}
-    if updates and (copies := copies_bytes(recipe, 1)):
+    if copies := _copies_here(loaded):
         ranks["copies of checkpoints"] = copies
     needed = sum((engines | ranks).values())
     if needed <= RAYS_SHARE * has:
@@ -122,7 +123,7 @@ def _rank_bytes(recipe: Recipe, hf_config: dict[str, Any], *, updates: bool) -> 
     return {"trainer ranks": model + trainer.num_ranks * PROCESS_BYTES}
 
 
-def copies_bytes(recipe: Recipe, num_nodes: int) -> int:
+def copies_bytes(recipe: Recipe, num_nodes: int, *, with_critic: bool) -> int:
     """What checkpoints in memory take at least in /dev/shm of all nodes together; 0 without them.
 
     They are the newest one and that which takes its place, of several nodes each twice, with the weights and in float32
@@ -130,14 +131,28 @@ def copies_bytes(recipe: Recipe, num_nodes: int) -> int:
     """
     if not recipe.checkpoint.in_memory_every_steps:
         return 0
-    trained = 0 if recipe.trainer.lora.rank else 12
-    of_model = _parameters(read_hf_config(Path(recipe.model.path))) * (recipe.trainer.precision.element_bytes + trained)
-    return (2 if num_nodes == 1 else 4) * of_model
+    hf_config = read_hf_config(Path(recipe.model.path))
+    of_one = _parameters(hf_config) * _saved_bytes(recipe)
+    if with_critic:
+        of_one += (_parameters(hf_config) - _of_head(hf_config)) * _saved_bytes(critic_recipe(recipe))
+    return (2 if num_nodes == 1 else 4) * of_one
+
+
+def _saved_bytes(recipe: Recipe) -> int:
+    """What a checkpoint has of a parameter."""
+    return recipe.trainer.precision.element_bytes + (0 if recipe.trainer.lora.rank else 12)
+
+
+def _copies_here(loaded: LoadedRecipe) -> int:
+    """`copies_bytes` of a run on this machine alone."""
+    if loaded.command not in RESTARTING:
+        return 0
+    return copies_bytes(loaded.recipe, 1, with_critic=loaded.command == "train" and loaded.recipe.has_critic)
 
 
 def shared_memory_problems(loaded: LoadedRecipe) -> list[Problem]:
     """That /dev/shm of this machine has no room for checkpoints in memory."""
-    if loaded.command not in UPDATING or not (needed := copies_bytes(loaded.recipe, 1)):
+    if not (needed := _copies_here(loaded)):
         return []
     free = shared_memory_free()
     return [] if needed <= free else [loaded.problem(IN_MEMORY, no_room(needed, f"are {free / GIB:.1f} GiB"))]
@@ -157,6 +172,12 @@ def no_room(needed: int, there: str) -> str:
 
 def _parameters(hf_config: dict[str, Any]) -> int:
     return sum(prod(spec.shape) for spec in family_of(hf_config).hf_tensor_specs(hf_config))
+
+
+def _of_head(hf_config: dict[str, Any]) -> int:
+    """Those of `_parameters` that a critic has a head with one output for."""
+    specs = family_of(hf_config).hf_tensor_specs(hf_config)
+    return sum(prod(spec.shape) for spec in specs if spec.name.endswith("lm_head.weight"))
 
 
 def _to_lower(recipe: Recipe, engines: dict[str, int], ranks: dict[str, int]) -> tuple[str, str]:

@@ -6,6 +6,7 @@ Where all ranks are on the driver's node, there are no other nodes and no actors
 """
 
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from slimrl.base.errors import NotWritten
 from slimrl.checkpoints.digests import FileDigest
-from slimrl.runtime.cluster.node_memory import Fetched, start_memory
+from slimrl.runtime.cluster.node_memory import Fetched, cause_of, start_memory
 from slimrl.runtime.cluster.placement import Node
 
 ANSWER_S = 120.0
@@ -48,15 +49,15 @@ class MemoryNodes:
         self._path, self._timeout_s = path, timeout_s
         self._nodes: list[Node] = []
         self._places: dict[Node, Place] = {}
-        self._copying: dict[str, list[Any]] = {}
-        """Ray's references to the copies of checkpoints, by their names"""
+        self._copying: dict[str, tuple[list[Any], float]] = {}
+        """Ray's references to the copies of checkpoints, by their names, and the deadline on the monotonic clock"""
         self._holders: dict[str, dict[str, list[Place]]] = {}
         """Who has which file of the checkpoints that were looked up"""
 
     def use(self, nodes: Collection[Node]) -> None:
         """Hold checkpoints on these nodes and the driver's, in the place of those before."""
         others = list(dict.fromkeys(node for node in nodes if not _is_own(node)))
-        self._nodes = [_own_node(), *others] if others else []
+        self._nodes = [own_node(), *others] if others else []
         for place in [place for node, place in self._places.items() if node not in self._nodes]:
             self._drop(place)
 
@@ -92,28 +93,39 @@ class MemoryNodes:
         """Remove all folders but these on the others."""
         for place in self._others():
             place.actor.keep.remote(names)
-        self._copying = {name: refs for name, refs in self._copying.items() if name in names}
+        self._copying = {name: copying for name, copying in self._copying.items() if name in names}
 
     def copy(self, name: str, files: Mapping[Place, Sequence[str]]) -> None:
         """Begin to copy the files of each node to the next."""
         places = list(files)
         nexts = [*places[1:], *places[:1]]
-        self._copying[name] = [
+        begun = [
             holder.actor.fetch.remote(files[place], place.actor)
             for place, holder in zip(places, nexts, strict=True)
             if holder is not place
         ]
+        self._copying[name] = begun, time.monotonic() + self._timeout_s
 
-    def finish_copy(self, name: str, *, wait: bool = False) -> bool:
+    def is_copying(self, name: str) -> bool:
+        """Whether files of a checkpoint are still on the way to a second node, and not late."""
+        _, left, deadline = self._copies(name)
+        return bool(left) and time.monotonic() < deadline
+
+    def is_copied(self, name: str) -> bool:
         """Whether all files of a checkpoint are on two nodes, or on the only one. Logs what could not be copied."""
-        refs = self._copying.get(name, [])
+        done, left, _ = self._copies(name)
         try:
-            ready, late = ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s * wait) if refs else ([], [])
-            ray.get(ready)
+            ray.get(done)
         except RayError as error:
-            log.warning("%s: its files are not all on two nodes: %s", name, error)
+            log.warning("%s: its files are not all on two nodes: %s", name, cause_of(error))
             return False
-        return not late
+        return not left
+
+    def _copies(self, name: str) -> tuple[list[Any], list[Any], float]:
+        """References to copies that have ended, and to others, and the deadline of these."""
+        refs, deadline = self._copying.get(name, ([], 0.0))
+        done, left = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+        return done, left, deadline
 
     def look_up(self, name: str, files: Mapping[str, FileDigest]) -> list[str]:
         """Find out which node has which file of a checkpoint.
@@ -145,18 +157,19 @@ class MemoryNodes:
         """
         if not self._nodes:
             return None
-        place, prefix = self._place(_own_node() if _is_own(node) else node), f"{part.name}/"
+        place, prefix = self._place(own_node() if _is_own(node) else node), f"{part.name}/"
         sources = {
             file.removeprefix(prefix): places[0].actor
             for file, places in self._holders[part.parent.name].items()
             if file.startswith(prefix) and place not in places
         }
-        return Fetched(place.actor, str(part), sources, self._timeout_s)
+        # Before the deadline of the rank's own call, so that the rank says what is late.
+        return Fetched(place.actor, str(part), sources, self._timeout_s / 2)
 
     def remove(self) -> None:
-        """Remove the folders of all nodes."""
+        """Remove all folders of the others, and wait for it: the end of a job may end janitors before they have."""
         with suppress(NotWritten):
-            self._ask(self._others(), "remove")
+            self._ask(self._others(), "keep", ())
         for place in list(self._places.values()):
             self._drop(place)
 
@@ -169,7 +182,8 @@ class MemoryNodes:
             try:
                 path = ray.get(actor.folder.remote(), timeout=ANSWER_S)
             except RayError as error:
-                raise NotWritten(f"{node.name} does not answer: {type(error).__name__}", str(error)) from error
+                ray.kill(actor)
+                raise NotWritten(f"{node.name} does not answer: {cause_of(error)}", str(error)) from error
             self._places[node] = Place(node, actor, path)
         return self._places[node]
 
@@ -180,17 +194,17 @@ class MemoryNodes:
             try:
                 answers[place] = ray.get(ref, timeout=ANSWER_S)
             except RayError as error:
-                # Another takes its place, in a new process.
-                self._drop(place)
-                message = f"{place.node.name}: {method}: {type(error).__name__}"
-                raise NotWritten(message, str(error)) from error
+                if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+                    # Another takes its place. One that is late or has no room keeps what it has.
+                    self._drop(place)
+                raise NotWritten(f"{place.node.name}: {method}: {cause_of(error)}", str(error)) from error
         return answers
 
     def _drop(self, place: Place) -> None:
         ray.kill(self._places.pop(place.node).actor)
 
 
-def _own_node() -> Node:
+def own_node() -> Node:
     """The driver's node, which need not have a slot."""
     return Node(node_id=ray.get_runtime_context().get_node_id(), name="the driver's node", address="", slots=0)
 

@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimrl.base.folder_janitor import watch_over
@@ -23,6 +24,7 @@ from slimrl.checkpoints.digests import FileDigest, file_digests
 from slimrl.config.env_vars import thread_variables
 from slimrl.runtime.cluster.placement import Node
 
+GIB = 1024**3
 COPIES = "checkpoints"
 """Part of the names of the folders in /dev/shm"""
 PIECE_BYTES = 64 * 1024**2
@@ -50,29 +52,37 @@ class NodeMemory:
         self._locks: defaultdict[str, Lock] = defaultdict(Lock)
         self._fetched: set[str] = set()
         """Files that were copied to here"""
+        self._needed = 0
+        """Bytes that this node's ranks wrote of the newest checkpoint"""
 
     def folder(self) -> Path:
         return self.path
 
     def make(self, name: str) -> None:
-        """Make a folder anew."""
+        """Make a folder anew. Raises OSError: there is not so much room as its ranks took last."""
+        check_room(self.path, self._needed)
         shutil.rmtree(self.path / name, ignore_errors=True)
         (self.path / name).mkdir()
 
     def rename(self, name: str, final: str) -> list[str]:
         """Give a folder its final name; names of the files in it."""
         shutil.rmtree(self.path / final, ignore_errors=True)
-        self._fetched = {file for file in self._fetched if not file.startswith(f"{final}/")}
+        self._forget([final])
         (self.path / name).rename(self.path / final)
-        return files_in(self.path, final)
+        files = files_in(self.path, final)
+        self._needed = sum((self.path / file).stat().st_size for file in files)
+        return files
 
     def keep(self, folders: Sequence[str]) -> None:
         """Remove all folders but these."""
         for path in self.path.iterdir():
             if path.name not in folders:
                 shutil.rmtree(path, ignore_errors=True)
+        self._forget({_folder_of(file) for file in [*self._locks, *self._fetched]} - {*folders})
 
     def digests(self, folder: str) -> dict[str, FileDigest]:
+        """Of the files of a folder. Those that are fetched later are copied again."""
+        self._forget([folder])
         return file_digests(self.path, files_in(self.path, folder))
 
     @ray.method(concurrency_group="pieces")  # type: ignore[untyped-decorator]
@@ -90,7 +100,7 @@ class NodeMemory:
         """
         for name in names:
             with self._locks[name]:
-                if name not in self._fetched:
+                if name not in self._fetched or not (self.path / name).is_file():
                     self._copy(name, source)
                     self._fetched.add(name)
 
@@ -99,22 +109,41 @@ class NodeMemory:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f".{file.name}{PARTIAL}")
         start = 0
-        with partial.open("wb") as out:
-            while piece := ray.get(source.piece.remote(name, start), timeout=PIECE_S):
-                out.write(piece)
-                start += len(piece)
+        try:
+            with partial.open("wb") as out:
+                while piece := ray.get(source.piece.remote(name, start), timeout=PIECE_S):
+                    out.write(piece)
+                    start += len(piece)
+        except BaseException:
+            # It would keep others from the room.
+            partial.unlink(missing_ok=True)
+            raise
         partial.rename(file)
 
-    def remove(self) -> None:
-        """Remove the folder, if it was made here."""
-        if self._made is not None:
-            self._made.cleanup()
+    def _forget(self, folders: Collection[str]) -> None:
+        """Forget which files of these folders were copied."""
+        # Threads that copy add to both.
+        self._fetched.difference_update([file for file in [*self._fetched] if _folder_of(file) in folders])
+        for file, lock in [*self._locks.items()]:
+            if _folder_of(file) in folders and not lock.locked():
+                del self._locks[file]
+
+
+def check_room(path: Path, needed: int) -> None:
+    """Raises OSError: fewer bytes are free where a folder is."""
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise OSError(f"it takes {needed / GIB:.1f} GiB of {path.parent}, and {free / GIB:.1f} are free")
 
 
 def files_in(root: Path, folder: str) -> list[str]:
     """Names of the whole files of a folder, relative to `root`."""
     found = (path for path in (root / folder).rglob("*") if path.is_file() and not path.name.endswith(PARTIAL))
     return sorted(str(path.relative_to(root)) for path in found)
+
+
+def _folder_of(file: str) -> str:
+    return file.partition("/")[0]
 
 
 _GROUPS = {"pieces": NUM_THREADS, "files": NUM_THREADS}
@@ -139,9 +168,19 @@ class Fetched:
         return self.sources.keys()
 
     def __call__(self, names: Collection[str]) -> None:
-        """Raises RayError: a file could not be fetched."""
+        """Raises OSError: a file could not be fetched."""
         asked = [self.actor.fetch.remote([f"{self.folder}/{name}"], self.sources[name]) for name in names]
-        ray.get(asked, timeout=self.timeout_s)
+        try:
+            ray.get(asked, timeout=self.timeout_s)
+        except RayError as error:
+            raise OSError(f"files of {self.folder} were not copied to this node: {cause_of(error)}") from error
+
+
+def cause_of(error: BaseException) -> str:
+    """What went wrong in an actor, and in those that it has asked itself, in a line."""
+    while isinstance(error, RayTaskError):
+        error = error.cause
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def start_memory(node: Node, path: Path | None) -> Any:

@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slimrl.base.errors import StageError
+from slimrl.config.restart_rules import SPARES
 from slimrl.observability.units import counted
 from slimrl.runtime.cluster.placement import Node, Placement, Slot
 from slimrl.runtime.cluster.reservation import Reservation, is_alive
-
-KEY = "trainer.spare_nodes"
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,9 @@ def split_spares(nodes: Sequence[Node], num_spares: int) -> tuple[list[Node], li
         StageError: none is left for the run.
     """
     if num_spares and num_spares >= len(nodes):
-        raise StageError(f"{KEY} = {num_spares} leaves none of {counted(len(nodes), 'node')} to the run. Give it more.")
+        raise StageError(
+            f"{SPARES} = {num_spares} leaves none of {counted(len(nodes), 'node')} to the run. Give it more."
+        )
     used = len(nodes) - num_spares
     return list(nodes[:used]), list(nodes[used:])
 
@@ -35,7 +36,7 @@ def check_spares(spares: Sequence[Node], placement: Placement, unit: str) -> Non
     most = max(Counter(slot.node for slot in (*placement.ranks, *placement.critics)).values(), default=0)
     for node in spares:
         if node.slots < most:
-            raise StageError(f"{KEY}: {node.name} has {node.slots} {unit}, and {most} ranks share a node of the run")
+            raise StageError(f"{SPARES}: {node.name} has {node.slots} {unit}, and {most} ranks share a node of the run")
 
 
 class SpareNodes:

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Protocol
 
 import ray
 
-from slimrl.base.errors import ActorLost, NoAnswer, NotWritten, PeerLost, StageError, TrainerLost
+from slimrl.base.errors import ActorLost, NoAnswer, NotLoaded, NotWritten, PeerLost, StageError, TrainerLost
 from slimrl.base.spans import SPANS
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.env_vars import trainer_variables
@@ -178,6 +178,7 @@ class TrainerGroup:
 
         Raises:
             StageError: a file differs.
+            NotLoaded: the checkpoint cannot be brought to a rank, or a rank cannot load it.
         """
         ranks, timeout_s = self._actors, self._recipe.trainer.startup_timeout_s
         try:
@@ -192,8 +193,14 @@ class TrainerGroup:
             if files and (differ := self._compared(checkpoint, files)):
                 raise StageError(f"{damage(checkpoint, differ)}\n--resume says from where the run can go on.")
             part = checkpoint / self.role
-            given = [(self.folders.on(node, part), self.folders.fetched(node, part)) for node in self.nodes]
-            self._finish(self._each(TrainerActor.load_checkpoint, given))
+            try:
+                given = [(self.folders.on(node, part), self.folders.fetched(node, part)) for node in self.nodes]
+                self._finish(self._each(TrainerActor.load_checkpoint, given))
+            except StageError as error:
+                # An engine that fails meanwhile, or a rank that is lost, says nothing of the checkpoint.
+                if self.has_failed or isinstance(error, NotWritten):
+                    raise NotLoaded(str(error), error.details) from error
+                raise
 
     def end(self) -> None:
         """End all ranks, whatever they do, and wait until they have."""
@@ -213,7 +220,7 @@ class TrainerGroup:
             StageError: no node has room, or as `start`.
         """
         self._leave_lost_nodes()
-        self._processes = []
+        self._processes, self.has_failed = [], False
         self._make()
         self.start(checkpoint, files)
 
