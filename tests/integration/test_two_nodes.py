@@ -184,28 +184,37 @@ def test_ranks_of_a_lost_node_start_on_a_spare_one_and_the_run_goes_on(workspace
 def test_a_lost_node_takes_no_copy_in_memory_with_it(workspace: Workspace, start_nodes: StartNodes):
     """The ranks go on from each other's memory, bit for bit, without a checkpoint on the disk."""
     before = memory_folders()
-    more = ("steps=5", "resync.transport=p2p", "rollout.num_engines=1")
+    # Several of these short steps end before a node's first copy is on another one.
+    more = ("steps=40", "resync.transport=p2p", "rollout.num_engines=1")
     succeed("train", GSPO, *overrides(workspace, "undisturbed", *more), timeout_s=RUN_S)
     nodes = start_nodes(1, 1, 1, 1)
     folder, whole = workspace.run_folder("copied"), workspace.run_folder("undisturbed")
     settings = overrides(workspace, "copied", *more, "checkpoint.in_memory_every_steps=1")
     run = CliRun(["train", GSPO, *settings, "--ray-address", nodes.address])
     try:
-        run.wait_until(lambda: num_logged_steps(folder) >= 4, RUN_S)
+        run.wait_until(lambda: any(map(has_files_of_both, set(memory_folders()) - set(before))), RUN_S)
         assert len(memory_folders()) == len(before) + 2
         lost = next(index for index in (1, 2, 3) if any(OURS[0] in line for line in nodes.command_lines(index)))
         nodes.kill_raylet(lost)
         assert run.wait(RUN_S) == 0, run.stderr
     finally:
         run.close()
-    (step,) = re.findall(r"the trainer has started again after \S+ s, and goes on after step (\d)", run.stdout)
+    (step,) = re.findall(r"the trainer has started again after \S+ s, and goes on after step (\d+)", run.stdout)
     # The newest whose files were on two nodes by then.
-    assert int(step) in (1, 2, 3), run.stdout
+    assert int(step) >= 1, run.stdout
     assert f"continuing after step {step}, from the copy in memory" in run.stdout
     assert steps_without_times(folder) == steps_without_times(whole)
     assert exported(folder) == exported(whole)
     assert nodes.left(*OURS) == []
     assert memory_folders(await_count=len(before)) == before
+
+
+def has_files_of_both(folder: Path) -> bool:
+    """Whether a node's folder has a copy with the files of both ranks, which are on two nodes."""
+    return any(
+        {"0", "1"} <= {file.name.split("_")[2] for file in step.glob("trainer/__*.distcp")}
+        for step in folder.glob("step_*")
+    )
 
 
 def memory_folders(*, await_count: int | None = None) -> list[Path]:
