@@ -83,7 +83,7 @@ class LeftOut:
 
 
 def _states(folder: CheckpointFolder, read: Callable[[Path], RunState]) -> dict[Path, RunState]:
-    """Of those that can be read; what is done about others is decided where one is loaded."""
+    """Those that can be read; what is done about others is decided where one is loaded."""
     states = {}
     for path in folder.complete():
         try:

@@ -81,7 +81,7 @@ class NodeMemory:
         self._forget({_folder_of(file) for file in [*self._locks, *self._fetched]} - {*folders})
 
     def digests(self, folder: str) -> dict[str, FileDigest]:
-        """Of the files of a folder. Those that are fetched later are copied again."""
+        """Sizes and checksums of the files of a folder. Those that are fetched later are copied again."""
         self._forget([folder])
         return file_digests(self.path, files_in(self.path, folder))
 
