@@ -359,7 +359,7 @@ def checkpoint_flipped(run: ChaosRun) -> Hit:
         try:
             code = refused.wait(START_S)
             moves = re.search(r"^\s*mv (\S+) (\S+)$", refused.stderr, re.MULTILINE)
-            if code != 2 or "is damaged" not in refused.stderr or moves is None or refused.left(LEFT_S):
+            if code != 1 or "is damaged" not in refused.stderr or moves is None or refused.left(LEFT_S):
                 raise Broken(f"a damaged checkpoint, and {code}: {tail(refused.stdout + refused.stderr)}")
             Path(moves[1]).rename(moves[2])
         finally:

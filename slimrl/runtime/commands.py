@@ -1,12 +1,11 @@
 """What each command of the CLI does, with its arguments as plain values."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from slimrl.algorithms.shaping import shape_rewards
 from slimrl.base.output_file import check_output_file
@@ -16,10 +15,6 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.run import TrackingConfig
 from slimrl.config.show import resolved_dict
 from slimrl.data.conversation_lines import write_conversations
-from slimrl.data.curriculum import Curriculum
-from slimrl.data.mixture import DataOrder, Mixture
-from slimrl.data.prompt import Prompt
-from slimrl.data.prompts import Sampler
 from slimrl.data.trajectory import Status, read_trajectories, write_trajectories
 from slimrl.models.hf_config import read_hf_config
 from slimrl.observability.profiling.recorder import Profiled, Recorder, check_profiled
@@ -28,28 +23,22 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import Opening, RunFolder
 from slimrl.observability.trackers import Trackers
 from slimrl.rollout.group_filters import GroupFilters
-from slimrl.rollout.stage import RolloutStage
 from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.checks.checkpoint_check import check_exported
-from slimrl.runtime.checks.start_check import check_checkpoint_model, check_critic, resume_point
+from slimrl.runtime.checks.start_check import check_checkpoint_model
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.left_out import LeftOut
-from slimrl.runtime.loop import train as train_loop
-from slimrl.runtime.loop import train_on_conversations as sft_loop
 from slimrl.runtime.loop import train_on_file as train_on_file_loop
-from slimrl.runtime.memory_folder import MemoryFolder, newest_copy
+from slimrl.runtime.memory_folder import MemoryFolder
 from slimrl.runtime.preemption import Preemption, preemption_by_signal, raise_preempted
 from slimrl.runtime.run import Run
-from slimrl.runtime.sft import Example, read_examples
+from slimrl.runtime.sft import read_examples
 from slimrl.runtime.start import logs_of_command, open_run, prepare, rollout_stage, started
-from slimrl.runtime.state import CheckpointFolder, RunState
-from slimrl.runtime.train_run import TrainRun
+from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 from slimrl.runtime.trainer_restarts import TrainerRestarts
+from slimrl.runtime.training import Training, kept_step, newest_state, sampler
 
 log = logging.getLogger(__name__)
-
-BEFORE_STEP_0 = -1
-"""Keeps no line of metrics: for an interrupted run without a checkpoint."""
 
 
 def train(
@@ -123,18 +112,20 @@ def _train(
 ) -> None:
     """Open the run, continue from its newest checkpoint, and train on `items`: conversations, or a task's prompts,
     by the name of their file."""
-    recipe = loaded.recipe
+    recipe, learns = loaded.recipe, task is not None
     check_profiled(profiled, recipe.steps)
     progress.total_steps = recipe.steps
     with open_run(loaded, progress, **how) as folder:
         for note in () if task is None else task.notes:
             log.info(note)
-        checkpoints = CheckpointFolder(folder.checkpoints)
-        left_out = LeftOut(folder.left_out, partial(_sampler, items, recipe, RunState()))
-        left_out.remove_ended_row(checkpoints)
-        checkpoint, state = _resume_point(folder, recipe, progress, learns=task is not None)
+        left_out = LeftOut(folder.left_out, partial(sampler, items, recipe, RunState()))
+        left_out.remove_ended_row(CheckpointFolder(folder.checkpoints))
+        # On a cluster the ranks read the files together, which takes this process alone far longer.
+        by_ranks = ray_address is not None
+        checkpoint, state = newest_state(folder, recipe, progress, learns=learns, contents=not by_ranks)
+        files = read_state(checkpoint)[1] if checkpoint is not None and by_ranks else None
         # Refuses a position in other data, before anything starts.
-        _sampler(items, recipe, state, left_out.items)
+        sampler(items, recipe, state, left_out.items)
         with (
             _recorder(folder, profiled, recipe.tracking, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
@@ -144,82 +135,26 @@ def _train(
                 recipe,
                 folder,
                 progress,
-                with_engines=task is not None,
-                with_teacher=task is not None,
-                with_past=task is not None,
-                with_critic=task is not None,
+                with_engines=learns,
+                with_teacher=learns,
+                with_past=learns,
+                with_critic=learns,
                 with_spares=True,
                 total_updates=total_updates,
                 checkpoint=checkpoint,
+                files=files,
                 ray_address=ray_address,
             ) as processes,
         ):
-            assert processes.trainers is not None
-            trainers = processes.trainers
-
-            def begin(
-                stage: RolloutStage | None, checkpoint: Path | None, state: RunState
-            ) -> tuple[Run, Callable[[], None]]:
-                """A run from a checkpoint on, and its loop."""
-                data = _sampler(items, recipe, state, left_out.items)
-                if task is None or stage is None:
-                    run = Run(
-                        recipe=recipe,
-                        folder=folder,
-                        trainers=trainers,
-                        trackers=trackers,
-                        progress=progress,
-                        state=state,
-                        preemption=preemption,
-                        data=data,
-                        recorder=recorder,
-                        memory_folder=memory,
-                        summary_every_steps=recipe.sft.summary_every_steps,
-                    )
-                    return run, partial(sft_loop, run, data)
-                assert processes.engines is not None
-                train_run = TrainRun(
-                    recipe=recipe,
-                    folder=folder,
-                    task=task,
-                    trainers=trainers,
-                    critics=processes.critics,
-                    engines=processes.engines,
-                    past_engines=processes.past,
-                    stage=stage,
-                    checkpoint=checkpoint,
-                    left_out=left_out.items,
-                    trackers=trackers,
-                    progress=progress,
-                    state=state,
-                    data=data,
-                    recorder=recorder,
-                    memory_folder=memory,
-                    preemption=preemption,
-                )
-
-                def loop() -> None:
-                    with trackers.showing(train_run.live_metrics()):
-                        train_loop(train_run)
-
-                return train_run, loop
-
-            def rewind() -> tuple[Path | None, RunState]:
-                """Go back to the newest checkpoint, or to the copy in memory if that is newer."""
-                left_out.remove_ended_row(checkpoints, memory)
-                found = newest_copy(memory, folder, progress.say) or _resume_point(
-                    folder, recipe, progress, contents=False
-                )
-                if memory is not None:
-                    memory.forget_after(found[1].step)
-                trackers.rewind(_kept_step(*found))
-                return found
-
+            training = Training(
+                recipe, folder, items, task, processes, trackers, progress,
+                preemption=preemption, recorder=recorder, memory=memory, left_out=left_out,
+            )  # fmt: skip
             restarts = TrainerRestarts(
-                recipe.run, rewind, progress, left_out=left_out, rewinds=recipe.stop.rewind_not_finite
+                recipe.run, training.rewind, progress, left_out=left_out, rewinds=recipe.stop.rewind_not_finite
             )
             with nullcontext() if task is None else rollout_stage(loaded, task, processes, progress) as stage:
-                state = restarts.go_on(partial(begin, stage), checkpoint, state)
+                state = restarts.go_on(partial(training.begin, stage), checkpoint, state)
             if memory is not None:
                 memory.nodes.remove()
         raise_preempted(folder, state.step, recipe.steps)
@@ -305,7 +240,7 @@ def rollout(
         loaded, task = prepare(path, overrides, "rollout", progress, read, ray_address=ray_address)
         recipe = loaded.recipe
         _say_all(task.notes, progress)
-        prompts = _sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
+        prompts = sampler(task.train, recipe, RunState()).take(recipe.rollout.prompts_per_step)
         folder = logs_of_command(recipe.run.dir, "rollout", loaded)
         with (
             started(
@@ -354,68 +289,6 @@ def _say_all(notes: Sequence[str], progress: Progress) -> None:
         progress.say(note)
 
 
-def _resume_point(
-    folder: RunFolder, recipe: Recipe, progress: Progress, *, learns: bool = False, contents: bool = True
-) -> tuple[Path | None, RunState]:
-    """The newest checkpoint and its state; None and a new state if there is no checkpoint.
-
-    Args:
-        contents: as for `check_checkpoint`. False where the ranks read all files for their checksums.
-        learns: the run is one of reinforcement learning, which may have a critic.
-
-    Raises:
-        ValueError: see `resume_point` and `check_critic`.
-    """
-    found = None
-    if folder.has_checkpoint:
-        with progress.stage("checking the checkpoint"), progress.phase("checksums", 0, "files") as phase:
-            found = resume_point(folder, recipe, contents=contents, seen=phase.update)
-            if found is not None and learns:
-                check_critic(found.path, recipe)
-    folder.note_checkpoint(None if found is None else found.state.step)
-    if found is None:
-        return None, RunState()
-    if not found.has_checksums:
-        progress.say(f"{found.path} has no checksums: its files are not checked")
-    progress.say(f"continuing after step {found.state.step} of {recipe.steps}, from {found.path}")
-    return found.path, found.state
-
-
-def _sampler[T: Prompt | Example](
-    files: Mapping[str, Sequence[T]], recipe: Recipe, state: RunState, left_out: Collection[str] = ()
-) -> DataOrder[T]:
-    """Samples the training data in the order of the seed, starting at the position in `state`.
-
-    Args:
-        files: their items, by name.
-        left_out: items that are skipped, see LeftOut.
-
-    Raises:
-        ValueError: the position is in other files, or in one with another number of lines; or nothing is left of one.
-    """
-    sampler: DataOrder[T]
-    if recipe.data.curriculum.levels:
-        prompts = cast(Mapping[str, Sequence[Prompt]], files)
-        curriculum = Curriculum(
-            prompts, recipe.data.weights, recipe.data.curriculum,
-            pass_reward=recipe.eval.pass_reward, seed=recipe.seed, shuffle=recipe.data.shuffle,
-        )  # fmt: skip
-        sampler = cast(DataOrder[T], curriculum)
-    elif recipe.data.weights:
-        sampler = Mixture(files, recipe.data.weights, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    else:
-        sampler = Sampler([*chain(*files.values())], seed=recipe.seed, shuffle=recipe.data.shuffle)
-    try:
-        if left_out:
-            sampler.leave_out(lambda item: (item.prompt_id if isinstance(item, Prompt) else item.source) in left_out)
-        if state.cursor:
-            sampler.restore(state.cursor)
-    except ValueError as error:
-        paths = ", ".join(recipe.data.train_files.values())
-        raise ValueError(f"data.train = {paths}: {error}") from error
-    return sampler
-
-
 def _memory_folder(recipe: Recipe, progress: Progress) -> AbstractContextManager[MemoryFolder | None]:
     if not recipe.checkpoint.in_memory_every_steps:
         return nullcontext()
@@ -449,10 +322,5 @@ def _trackers(
     loaded: LoadedRecipe, folder: RunFolder, checkpoint: Path | None, state: RunState, progress: Progress
 ) -> Trackers:
     """Trackers that continue after the checkpoint's step, or start empty."""
-    keep = _kept_step(checkpoint, state)
+    keep = kept_step(checkpoint, state)
     return Trackers(folder, loaded.recipe.tracking, resolved_dict(loaded), keep_through_step=keep, say=progress.say)
-
-
-def _kept_step(checkpoint: Path | None, state: RunState) -> int:
-    """The last step of which a run that goes on from a checkpoint keeps the metrics."""
-    return BEFORE_STEP_0 if checkpoint is None else state.step

@@ -7,7 +7,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import partial
@@ -18,6 +18,7 @@ import yaml
 from slimrl.agent.bounded_parser import close_parsers
 from slimrl.base.errors import RunError, StageError
 from slimrl.base.folder_lock import folder_lock
+from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.check import check_loaded
 from slimrl.config.load import Command, LoadedRecipe, read_recipe
 from slimrl.config.problems import RecipeError
@@ -169,6 +170,7 @@ def started(
     with_spares: bool = False,
     total_updates: int | None = None,
     checkpoint: Path | None = None,
+    files: Mapping[str, FileDigest] | None = None,
     ray_address: str | None = None,
 ) -> Iterator[Processes]:
     """Engines that answer and a trainer that has loaded its weights. `MemorySchedule` decides which of them has memory.
@@ -181,6 +183,7 @@ def started(
             for copies in memory.
         total_updates: optimizer updates of the run; None for a command without a trainer.
         checkpoint: the run's checkpoint that the trainer loads; None for the weights that the recipe names.
+        files: digests of its files, with which the ranks compare them first.
         ray_address: HOST:PORT of the Ray cluster to run on; None for a private one on this machine.
 
     Raises:
@@ -240,6 +243,7 @@ def started(
                     places,
                     total_updates=total_updates,
                     checkpoint=checkpoint,
+                    files=files,
                     spares=spares,
                 )
             log.info("process %d: driver", os.getpid())

@@ -1,6 +1,7 @@
 """Runs on a cluster of two nodes that somebody else has started."""
 
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -129,6 +130,31 @@ def test_a_node_that_dies_in_the_middle_is_named_and_the_run_ends(workspace: Wor
     # Each engine got, from the rank on its own node, what the trainer has.
     assert [line["resync/fingerprint_mismatches"] for line in read_metrics(folder.metrics)][:3] == [0, 0, 0]
     assert [line["policy/grad_norm"] > 0 for line in read_metrics(folder.metrics)[1:3]] == [True, True]
+
+
+@pytest.mark.full
+def test_ranks_on_two_nodes_find_a_damaged_checkpoint_and_say_how_the_run_goes_on(
+    workspace: Workspace, start_nodes: StartNodes
+):
+    nodes = start_nodes(1, 1)
+    folder = workspace.run_folder("flipped")
+    more = overrides(workspace, "flipped", "checkpoint.every_steps=1")
+    succeed("train", GSPO, *more, "--ray-address", nodes.address, timeout_s=RUN_S)
+    newest = folder.checkpoints / "step_000002"
+    victim = newest / "trainer" / "__1_0.distcp"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    resume = ["train", GSPO, *more, "steps=3", "--ray-address", nodes.address, "--resume"]
+    refused = run_cli(*resume, timeout_s=RUN_S)
+    assert refused.process.returncode == 1
+    lines = refused.stderr.splitlines()
+    assert lines[:2] == [f"failed: {newest} is damaged:", "  trainer/__1_0.distcp: its checksum differs"]
+    assert lines[2].startswith(f"{newest.with_name('step_000001')} has all of its files")
+    assert nodes.left(*OURS) == []
+    shutil.move(*lines[3].split()[1:])
+    succeed(*resume, timeout_s=RUN_S)
+    assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 3]
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from slimrl.data.prompt import Prompt
 from slimrl.rollout.group_ledger import GroupLedger
 from slimrl.rollout.prompt_source import PromptSource
 from slimrl.rollout.service import RolloutService
-from slimrl.runtime import commands
+from slimrl.runtime import training
 from slimrl.runtime.state import RunState
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_moe" / "gspo_calculator.yaml"
@@ -202,7 +202,7 @@ FEW = {name: FILES[name] for name in ("train", "sum_1", "sum_2")}
 
 
 def service_of(folder: Path, recipe: Recipe, stage: InstantStage, state: RunState) -> RolloutService:
-    data = commands._sampler(FEW, recipe, state)
+    data = training.sampler(FEW, recipe, state)
     prompts = [prompt for prompts in FEW.values() for prompt in prompts]
     source = PromptSource(recipe, data, prompts, {})
     service = RolloutService(recipe, source, prompts, stage, lambda group: True, GroupLedger(folder / "groups.jsonl"))  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from slimrl.launch.reports import LaunchError, NodeReport, Selection, write_repo
 from slimrl.launch.slurm import PREEMPTED, Allocation, named_nodes
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
-from slimrl.runtime import commands, start
+from slimrl.runtime import start, training
 from slimrl.runtime.checks import start_check
 from slimrl.runtime.state import CheckpointFolder, RunState
 
@@ -191,7 +191,7 @@ def test_a_run_notes_the_checkpoint_that_it_goes_on_from_and_those_that_it_write
     monkeypatch.setattr(start_check, "check_checkpoint_model", lambda checkpoint, recipe: None)
     notes = tmp_path / "checkpoints"
     with start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes) as run:
-        assert commands._resume_point(run, loaded.recipe, Progress(0))[0] is None
+        assert training.newest_state(run, loaded.recipe, Progress(0))[0] is None
     saved = CheckpointFolder(run.checkpoints)
     saved.finish(saved.begin(2), RunState(step=2), {})
     run.note_checkpoint(2)
@@ -199,7 +199,7 @@ def test_a_run_notes_the_checkpoint_that_it_goes_on_from_and_those_that_it_write
     assert AttemptFolder(tmp_path).gained_checkpoint
     notes.unlink()
     with start.open_run(loaded, Progress(0), job="7", checkpoint_log=notes) as run:
-        commands._resume_point(run, loaded.recipe, Progress(0))
+        training.newest_state(run, loaded.recipe, Progress(0))
     assert notes.read_text() == "2\n"
     assert not AttemptFolder(tmp_path).gained_checkpoint
 

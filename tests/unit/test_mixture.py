@@ -16,7 +16,7 @@ from slimrl.config.schema.recipe import Recipe
 from slimrl.data.mixture import Mixture
 from slimrl.data.prompts import Sampler
 from slimrl.rollout.task.task import load_task
-from slimrl.runtime import commands
+from slimrl.runtime import training
 from slimrl.runtime.sft import read_examples
 from slimrl.runtime.state import RunState
 
@@ -89,12 +89,12 @@ def test_files_without_weights_are_one_file_and_a_run_names_them_all_if_they_cha
     recipe = Recipe(seed=3)
     recipe.data.train, recipe.data.more = "t.jsonl", {"gsm8k": "g.jsonl"}
     files = {name: FILES[name] for name in recipe.data.train_files}
-    assert sorted(commands._sampler(files, recipe, RunState()).take(14)) == sorted([*files["train"], *files["gsm8k"]])
+    assert sorted(training.sampler(files, recipe, RunState()).take(14)) == sorted([*files["train"], *files["gsm8k"]])
     other = RunState(cursor={"epoch": 0, "index": 1, "num_items": 13})
     with pytest.raises(ValueError, match=r"^data\.train = t\.jsonl, g\.jsonl: .* 13 items, but there are 14 now"):
-        commands._sampler(files, recipe, other)
+        training.sampler(files, recipe, other)
     recipe.data.weights = {"train": 1, "gsm8k": 3}
-    given = Counter(item[0] for item in commands._sampler(files, recipe, RunState()).take(40))
+    given = Counter(item[0] for item in training.sampler(files, recipe, RunState()).take(40))
     assert given == {"t": 10, "g": 30}
 
 

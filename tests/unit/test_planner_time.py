@@ -123,11 +123,10 @@ def test_a_restart_reads_weights_and_states_at_the_speed_of_the_nodes_or_of_the_
     found = plan_restart(given, 10**10, None, Hardware(), **figures)
     # Two bytes of each weight and twelve of its states by two nodes of 8 GB/s; three nodes of engines read 40 GB each.
     assert found.checkpoint_bytes == 14 * 10**10
-    assert found.driver_s == pytest.approx(140 / 8)
     assert found.checkpoint_s == pytest.approx(140 / 16)
     assert found.engines_s == pytest.approx(40 / 8)
     assert found.in_place_s == pytest.approx(2 * 140 / 16 + 2)
-    assert found.new_job_s == pytest.approx(140 / 8 + 140 / 16 + 5 + 2)
+    assert found.new_job_s == pytest.approx(2 * 140 / 16 + 2 + 5)
     assert found.lost_s == pytest.approx(10 * 100)
     given.trainer.num_ranks = 512
     assert plan_restart(given, 10**10, None, Hardware(), **figures).checkpoint_s == pytest.approx(140 / 40)

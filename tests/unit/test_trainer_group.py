@@ -24,6 +24,7 @@ from slimrl.runtime.cluster.placement import Node
 from slimrl.runtime.cluster.rank_batches import RankBatches
 from slimrl.runtime.cluster.trainer_actor import TrainerActor
 from slimrl.runtime.cluster.trainer_group import TrainerGroup
+from slimrl.runtime.state import CheckpointFolder, RunState
 
 DATA_RANKS = (0, 0, 1, 1)
 """Data-parallel ranks of four ranks, in pairs; the second of each pair reports."""
@@ -350,12 +351,14 @@ def test_folders_reach_the_ranks_as_absolute_paths_and_the_checksums_of_all_rank
 
 def test_ranks_compare_a_share_of_a_checkpoints_files_each_before_any_is_loaded(monkeypatch, actor_class, tmp_path):
     sizes = (900, 5, 70, 80, 6, 7, 300, 400)
+    newest = tmp_path / "step_000020"
+    newest.mkdir()
     for number, size in enumerate(sizes):
-        (tmp_path / f"{number}").write_bytes(bytes(size))
-    digests = file_digests(tmp_path, map(str, range(len(sizes))))
+        (newest / f"{number}").write_bytes(bytes(size))
+    digests = file_digests(newest, map(str, range(len(sizes))))
     group = make(monkeypatch, "trainer")
     group._actors.answers["compare_files"] = lambda rank, root, files: differences(root, files, contents=True)
-    group.start(tmp_path, digests)
+    group.start(newest, digests)
     given, timeout_s = group._actors.last("compare_files")
     assert timeout_s == 22.0
     shares = [set(files) for _, files in given.values()]
@@ -363,11 +366,16 @@ def test_ranks_compare_a_share_of_a_checkpoints_files_each_before_any_is_loaded(
     assert shares == [{"0", "2"}, {"7", "5"}, {"6", "4"}, {"3", "1"}]
     assert [method for method, _ in group._actors.calls[-8:]] == [*4 * ["compare_files"], *4 * ["load_checkpoint"]]
 
-    (tmp_path / "7").write_bytes(bytes(399) + b"x")
-    (tmp_path / "4").unlink()
+    (newest / "7").write_bytes(bytes(399) + b"x")
+    (newest / "4").unlink()
+    before = CheckpointFolder(tmp_path)
+    before.finish(before.begin(10), RunState(step=10), {})
     group = make(monkeypatch, "trainer")
     group._actors.answers["compare_files"] = lambda rank, root, files: differences(root, files, contents=True)
-    said = f"{tmp_path} is damaged:\n  4: missing\n  7: its checksum differs\n--resume says"
+    said = (
+        f"{newest} is damaged:\n  4: missing\n  7: its checksum differs\n"
+        f"{tmp_path / 'step_000010'} has all of its files, which are compared when it is loaded."
+    )
     with pytest.raises(StageError, match=re.escape(said)):
-        group.start(tmp_path, digests)
+        group.start(newest, digests)
     assert "load_checkpoint" not in [method for method, _ in group._actors.calls]

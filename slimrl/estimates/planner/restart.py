@@ -1,9 +1,8 @@
 """At least how long a run waits for a trainer that is started anew in place, and for a new job in its stead.
 
-Both compare the newest checkpoint with its checksums, read it, and send the weights to the engines. In place all nodes
-of the trainer compare, for a new job the driver's node alone. A new job starts its engines too, and each of their
-nodes reads the model. Neither has the start of processes and communication groups, the engines' CUDA graphs, nor the
-wait for nodes.
+Both compare the newest checkpoint with its checksums, read it, each with all nodes of the trainer, and send the weights
+to the engines. A new job starts its engines too, and each of their nodes reads the model. Neither has the start of
+processes and communication groups, the engines' CUDA graphs, nor the wait for nodes.
 """
 
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ class Restart:
     checkpoint_bytes: int
     checkpoint_s: float
     """Seconds in which all nodes of the trainer read the checkpoint"""
-    driver_s: float
-    """Seconds in which the driver's node reads it"""
     engines_s: float
     """Seconds in which all nodes of engines read the model; 0 without engines"""
     resync_s: float
@@ -32,7 +29,7 @@ class Restart:
 
     @property
     def new_job_s(self) -> float:
-        return self.driver_s + self.checkpoint_s + self.engines_s + self.resync_s
+        return self.in_place_s + self.engines_s
 
 
 def plan_restart(
@@ -60,7 +57,6 @@ def plan_restart(
     return Restart(
         checkpoint_bytes=nbytes,
         checkpoint_s=_read_s(nbytes, -(-recipe.trainer.num_ranks // hardware.gpus_per_node), hardware),
-        driver_s=_read_s(nbytes, 1, hardware),
         engines_s=_read_s(engine_nodes * sent_bytes, engine_nodes, hardware),
         resync_s=resync_s,
         # On average half of the steps between two checkpoints.

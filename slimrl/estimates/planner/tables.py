@@ -212,14 +212,13 @@ def _time(plan: Plan) -> Table:
 def _restart(restart: Restart, every_steps: int) -> Table:
     size = f"a checkpoint of {restart.checkpoint_bytes / GB:,.0f} GB"
     both = f"{size} is checked and read, {restart.checkpoint_s:,.0f} s each"
-    check = f"it is checked in {restart.driver_s:,.0f} s and read"
     model = f", the engines' model in {restart.engines_s:,.0f} s" if restart.engines_s else ""
     lost = "all steps: checkpoint.every_steps is 0"
     if restart.lost_s is not None:
         lost = f"{restart.lost_s:,.0f} s on average, of {counted(every_steps, 'step')} between two checkpoints"
     rows = [
         ("trainer in place", f"at least {restart.in_place_s:,.0f} s: {both}, and a resync"),
-        ("new job", f"at least {restart.new_job_s:,.0f} s: {check}{model}, and a resync"),
+        ("new job", f"at least {restart.new_job_s:,.0f} s: the same{model}"),
         ("lost steps", lost),
     ]
     return _table("after a death of the trainer", ("", ""), rows)

@@ -39,15 +39,21 @@ def check_checkpoint(checkpoint: Path, *, contents: bool, seen: Seen = not_shown
     except ValueError as error:
         problems.append(str(error))
     if problems:
-        raise ValueError(damage(checkpoint, problems))
+        raise ValueError(_damage(checkpoint, problems))
     return WholeCheckpoint(path=checkpoint, state=state, has_checksums=files is not None)
 
 
-def damage(checkpoint: Path, problems: Sequence[str]) -> str:
+def _damage(checkpoint: Path, problems: Sequence[str]) -> str:
     """Says of a checkpoint that it is damaged, and how."""
     shown = [f"\n  {problem}" for problem in problems[:SHOWN_FILES]]
     more = f"\n  and {len(problems) - SHOWN_FILES} more files" if len(problems) > SHOWN_FILES else ""
     return f"{checkpoint} is damaged:{''.join(shown)}{more}"
+
+
+def refusal(checkpoint: Path, problems: Sequence[str]) -> str:
+    """Says how the newest checkpoint of a run is damaged, and from which one it can go on, without reading that one."""
+    complete = CheckpointFolder(checkpoint.parent).complete()
+    return "\n".join([_damage(checkpoint, problems), *_how_to_continue(complete, contents=False)])
 
 
 def newest_checkpoint(folder: CheckpointFolder, *, contents: bool, seen: Seen = not_shown) -> WholeCheckpoint | None:
@@ -101,8 +107,9 @@ def _how_to_continue(complete: Sequence[Path], *, contents: bool) -> list[str]:
     lines = [f"{path} is damaged too." for path in damaged]
     if whole is None:
         return [*lines, "No checkpoint before it is intact. Restore it from a copy, or start anew with --overwrite."]
+    intact = "is intact" if contents else "has all of its files, which are compared when it is loaded"
     return [
         *lines,
-        f"{whole} is intact. To continue from there, move the damaged away and give the same command again:",
+        f"{whole} {intact}. To continue from there, move the damaged away and give the same command again:",
         *(f"  mv {path} {path.with_name(f'damaged_{path.name}')}" for path in (newest, *damaged)),
     ]

@@ -12,10 +12,12 @@ the policy. The ranks of a critic, too, have devices of their own, and start aft
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from slimrl.checkpoints.digests import FileDigest
 from slimrl.config.critic import critic_recipe
 from slimrl.config.past_versions import past_recipe
 from slimrl.config.schema.recipe import Recipe
@@ -59,6 +61,7 @@ def start_processes(
     *,
     total_updates: int | None,
     checkpoint: Path | None,
+    files: Mapping[str, FileDigest] | None,
     spares: SpareNodes | None,
 ) -> Processes:
     """Start the processes of a run; see `start.started`. `ends` gets the callbacks that end them.
@@ -90,7 +93,7 @@ def start_processes(
                 critic_recipe(recipe), folder, progress, places, CRITIC, total_updates=total_updates, spares=spares
             )
             ends.callback(critics.kill)
-        trainers.start(checkpoint)
+        trainers.start(checkpoint, files)
         if critics is not None:
             critics.start(checkpoint)
         if places.placement.engines and in_turn:

@@ -24,7 +24,7 @@ from slimrl.data.training import Layout, MemoryPart
 from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
-from slimrl.runtime.checks.checkpoint_check import damage
+from slimrl.runtime.checks.checkpoint_check import refusal
 from slimrl.runtime.cluster.actors import ActorGroup
 from slimrl.runtime.cluster.calls import Calls
 from slimrl.runtime.cluster.engine_actor import EngineAddress
@@ -191,7 +191,7 @@ class TrainerGroup:
             raise TrainerLost(str(error), error.details) from error
         if checkpoint is not None:
             if files and (differ := self._compared(checkpoint, files)):
-                raise StageError(f"{damage(checkpoint, differ)}\n--resume says from where the run can go on.")
+                raise StageError(refusal(checkpoint, differ))
             part = checkpoint / self.role
             try:
                 given = [(self.folders.on(node, part), self.folders.fetched(node, part)) for node in self.nodes]
