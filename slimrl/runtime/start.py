@@ -216,22 +216,7 @@ def started(
             slots = most_slots(recipe, **counts)
             ends.enter_context(ray_cluster(ray_address, num_slots=slots))
             take_over_signals()
-            nodes, resource = cluster_nodes(private=ray_address is None)
-            unit = f"{resource}s"
-            nodes, kept = split_spares(nodes, recipe.trainer.spare_nodes if with_spares else 0)
-            try:
-                placement = place_what_fits(recipe, nodes, **counts, unit=unit)
-            except StageError as error:
-                free = ", ".join(node.name for node in kept)
-                raise (StageError(f"{error}; trainer.spare_nodes keeps free: {free}") if kept else error) from None
-            if kept:
-                check_spares(kept, placement, unit)
-            places = Reservation(placement, resource)
-            spares = SpareNodes(kept, resource)
-            if ray_address is not None:
-                check_nodes(recipe, places)
-                if with_spares:
-                    check_shared_memory(recipe, placement, kept)
+            places, spares = _reserved(recipe, counts, private=ray_address is None, with_spares=with_spares)
         processes = Processes(engines=None, trainers=None)
         try:
             with progress.stage("starting processes"):
@@ -266,6 +251,32 @@ def started(
         finally:
             children.note()
             shown.enter_context(progress.stage("ending processes"))
+
+
+def _reserved(
+    recipe: Recipe, counts: Mapping[str, int], *, private: bool, with_spares: bool
+) -> tuple[Reservation, SpareNodes]:
+    """Slots for so many ranks and engines of each kind, and the nodes that are kept free.
+
+    Raises:
+        StageError: see `started`.
+    """
+    nodes, resource = cluster_nodes(private=private)
+    unit = f"{resource}s"
+    nodes, kept = split_spares(nodes, recipe.trainer.spare_nodes if with_spares else 0)
+    try:
+        placement = place_what_fits(recipe, nodes, **counts, unit=unit)
+    except StageError as error:
+        free = ", ".join(node.name for node in kept)
+        raise (StageError(f"{error}; trainer.spare_nodes keeps free: {free}") if kept else error) from None
+    if kept:
+        check_spares(kept, placement, unit)
+    places = Reservation(placement, resource)
+    if not private:
+        check_nodes(recipe, places)
+        if with_spares:
+            check_shared_memory(recipe, placement, kept)
+    return places, SpareNodes(kept, resource)
 
 
 def _raise_if_engine_ended(engines: EngineGroup | None, error: RunError) -> None:
