@@ -9,7 +9,7 @@ import pytest
 from slimrl.config.schema.recipe import Recipe
 from slimrl.runtime.cluster import processes
 
-CHECKPOINT = Path("checkpoints/step_000002")
+CHECKPOINT, FILES = Path("checkpoints/step_000002"), "digests"
 
 
 class Noted:
@@ -65,7 +65,15 @@ def start(
     places = SimpleNamespace(placement=placement)
     with ExitStack() as ends:
         started = processes.start_processes(
-            recipe, None, None, ends, places, total_updates=total_updates, checkpoint=CHECKPOINT, spares=None
+            recipe,
+            None,
+            None,
+            ends,
+            places,
+            total_updates=total_updates,
+            checkpoint=CHECKPOINT,
+            files=FILES,
+            spares=None,
         )
         assert (started.engines is None) == (num_engines == 0)
         assert (started.trainers is None) == (total_updates is None)
@@ -80,7 +88,7 @@ def test_engines_that_share_devices_start_when_the_trainer_holds_nothing(calls: 
     start(colocated=True, total_updates=40)
     assert calls == [
         "make trainer for 40 updates",
-        f"trainer: start {CHECKPOINT}",
+        f"trainer: start {CHECKPOINT} {FILES}",
         "trainer: release_memory ['gradients', 'optimizer', 'weights']",
         "make engines",
         "engines: wait_ready",
@@ -93,7 +101,7 @@ def test_engines_with_devices_of_their_own_start_beside_the_trainer_which_keeps_
     assert calls == [
         "make engines",
         "make trainer for 40 updates",
-        f"trainer: start {CHECKPOINT}",
+        f"trainer: start {CHECKPOINT} {FILES}",
         "engines: wait_ready",
         *ENDS,
     ]
@@ -101,7 +109,7 @@ def test_engines_with_devices_of_their_own_start_beside_the_trainer_which_keeps_
 
 def test_a_trainer_or_engines_alone_have_the_devices_to_themselves(calls: list[str]):
     start(colocated=True, total_updates=40, num_engines=0)
-    assert calls == ["make trainer for 40 updates", f"trainer: start {CHECKPOINT}", "trainer: kill"]
+    assert calls == ["make trainer for 40 updates", f"trainer: start {CHECKPOINT} {FILES}", "trainer: kill"]
     calls.clear()
     start(colocated=True, total_updates=None)
     assert calls == ["make engines", "engines: wait_ready", "engines: stop"]
@@ -112,7 +120,7 @@ def test_a_teacher_has_devices_of_its_own_and_is_waited_for_last(calls: list[str
     assert calls == [
         "make teachers",
         "make trainer for 40 updates",
-        f"trainer: start {CHECKPOINT}",
+        f"trainer: start {CHECKPOINT} {FILES}",
         "trainer: release_memory ['gradients', 'optimizer', 'weights']",
         "make engines",
         "engines: wait_ready",
@@ -128,7 +136,7 @@ def test_engines_of_older_versions_have_devices_of_their_own_too(calls: list[str
     assert calls == [
         "make older versions",
         "make trainer for 40 updates",
-        f"trainer: start {CHECKPOINT}",
+        f"trainer: start {CHECKPOINT} {FILES}",
         "trainer: release_memory ['gradients', 'optimizer', 'weights']",
         "make engines",
         "engines: wait_ready",
@@ -145,7 +153,7 @@ def test_a_critic_loads_its_part_of_the_checkpoint_after_the_trainer_and_keeps_i
     assert calls == [
         "make trainer for 34 updates",
         "make critic for 40 updates",
-        f"trainer: start {CHECKPOINT}",
+        f"trainer: start {CHECKPOINT} {FILES}",
         f"critic: start {CHECKPOINT}",
         "trainer: release_memory ['gradients', 'optimizer', 'weights']",
         "make engines",
