@@ -4,7 +4,8 @@
    head node compares the selected nodes with the recipe's needs.
 2. All-reduce between the selected nodes. Nodes that fail are left out likewise.
 3. Ray on every node, at the address in the plan; then the command on the head node.
-4. The command's exit code is the job's. If Ray ends first, the job fails and ends everything.
+4. The command's exit code is the job's. If Ray ends first, the job fails and ends everything. With --spare-nodes it
+   goes on while Ray runs on the head node: the command decides what a lost node means.
 5. On SIGUSR1, which SLURM sends before the time limit, or SIGTERM, the command writes a checkpoint, the job requeues
    itself, and its next attempt continues from there. The requeue comes before anything slow: SLURM refuses it after the
    time limit, and ends the rest of the attempt itself. After two attempts without a new checkpoint the job ends
@@ -45,6 +46,7 @@ from slimrl.launch.ports import port_block
 from slimrl.launch.reports import LaunchError, Selection, read_reports, select_nodes
 from slimrl.launch.slurm import PREEMPTED, Allocation, requeue, this_allocation
 
+RAY_NODE = "slimrl.launch.ray_node"
 POLL_S = 0.5
 NOTICE_S = 10.0
 """How long a failed command waits for Ray to end too, before the log says which failed."""
@@ -81,12 +83,12 @@ class Job:
         self._folder.plan.write_text(json.dumps(probe.plan(), indent=2) + "\n")
         nodes = probe.nodes
         say(f"{len(nodes)} nodes, head {nodes[0]} at {probe.ray_address}; logs: {self._folder.path}")
-        ray = self._start("ray", nodes, "slimrl.launch.ray_node")
+        rays = self._start_ray(nodes)
         command = train_command(self._options, self._allocation.job_id, self._folder.checkpoints)
         driver = self._start("driver", nodes[:1], "slimrl.launch.driver", "--", *command)
         try:
             try:
-                code = self._watch(ray, driver)
+                code = self._watch(rays, driver)
             finally:
                 self._folder.say("end")
             if code == PREEMPTED:
@@ -94,7 +96,8 @@ class Job:
             return code
         finally:
             driver.end()
-            ray.end()
+            for ray in rays:
+                ray.end()
 
     def await_end(self) -> None:
         """Wait for the SIGTERM that SLURM sends a requeued job; ending before it would complete the job."""
@@ -131,10 +134,10 @@ class Job:
         options, head = self._options, selection.used[0]
         if options.command:
             return
-        gpus, cores = options.gpus_per_node, options.cores_per_node
+        gpus, cores, spares = options.gpus_per_node, options.cores_per_node, f"--spare-nodes={options.spare_nodes}"
         slots = [f"--node={node}={gpus or cores or self._reports[node].cores}" for node in selection.used]
         unit, sft = "GPUs" if gpus else "cores", ["--sft"] if options.sft else []
-        arguments = [f"--unit={unit}", *slots, *sft, *options.rest]
+        arguments = [f"--unit={unit}", spares, *slots, *sft, *options.rest]
         step = start_alone(self._folder, options, "recipe", head, "slimrl.launch.recipe_nodes", *arguments)
         if not step.wait(RECIPE_TIMEOUT_S, self._is_preempted):
             raise LaunchError(f"recipe: no answer within {RECIPE_TIMEOUT_S:.0f} s on {head}\n  {step.failure()}")
@@ -146,19 +149,33 @@ class Job:
     def _allreduce_probe(self) -> AllReduceProbe:
         return AllReduceProbe(self._folder, self._allocation, self._options, self._reports, self._is_preempted)
 
-    def _start(self, name: str, nodes: Sequence[str], module: str, *arguments: str) -> Step:
-        paths = (f"--plan={self._folder.plan}", f"--control={self._folder.control}")
-        return start_step(self._folder, self._options, name, nodes, module, *paths, *arguments)
+    def _start_ray(self, nodes: Sequence[str]) -> list[Step]:
+        """The head's step first. A step ends where one of its nodes fails: with spare nodes each node has its own."""
+        if not self._options.spare_nodes:
+            return [self._start("ray", nodes, RAY_NODE)]
+        given = (RAY_NODE, *self._paths)
+        return [start_alone(self._folder, self._options, "ray", node, *given) for node in nodes]
 
-    def _watch(self, ray: Step, driver: Step) -> int:
+    def _start(self, name: str, nodes: Sequence[str], module: str, *arguments: str) -> Step:
+        return start_step(self._folder, self._options, name, nodes, module, *self._paths, *arguments)
+
+    @property
+    def _paths(self) -> tuple[str, str]:
+        return f"--plan={self._folder.plan}", f"--control={self._folder.control}"
+
+    def _watch(self, rays: Sequence[Step], driver: Step) -> int:
         told_s: float | None = None
+        running = list(rays)
         while True:
             if driver.code is not None:
                 if driver.code not in (0, PREEMPTED):
-                    self._explain(ray, driver)
+                    self._explain(running, driver)
                 return driver.code
-            if ray.code is not None:
-                raise LaunchError(ray.failure())
+            if rays[0].code is not None:
+                raise LaunchError(rays[0].failure())
+            for ray in [ray for ray in running if ray.code is not None]:
+                running.remove(ray)
+                say(f"{', '.join(ray.nodes)} is lost: {ray.failure()}")
             if self._is_preempted() and told_s is None:
                 told_s = time.monotonic()
                 say(f"{self._signal}: asking for a checkpoint")
@@ -168,14 +185,15 @@ class Job:
                 return PREEMPTED
             time.sleep(POLL_S)
 
-    def _explain(self, ray: Step, driver: Step) -> None:
+    def _explain(self, rays: Sequence[Step], driver: Step) -> None:
         """Log why the command failed. If a node died, the command may fail before SLURM notices."""
         deadline = time.monotonic() + NOTICE_S
-        while ray.code is None and time.monotonic() < deadline:
+        while all(ray.code is None for ray in rays) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         say(driver.failure())
-        if ray.code is not None:
-            say(f"failed: {ray.failure()}")
+        for ray in rays:
+            if ray.code is not None:
+                say(f"failed: {ray.failure()}")
 
     def _requeue(self) -> None:
         """Unless the attempts make no progress, which can be seen of slimrl's own commands only."""
@@ -203,8 +221,9 @@ def main() -> None:
     options = parser.parse_args()
     try:
         allocation = this_allocation()
-        if options.spares >= len(allocation.nodes):
-            raise LaunchError(f"--spares {options.spares} leaves none of {len(allocation.nodes)} nodes")
+        if options.spares + options.spare_nodes >= len(allocation.nodes):
+            spares = f"--spares {options.spares} and --spare-nodes {options.spare_nodes}"
+            raise LaunchError(f"{spares} leave none of {len(allocation.nodes)} nodes")
         check_rest(options)
         folder = open_attempt(options.log_dir, allocation.job_id, allocation.attempt)
         say(f"job {allocation.job_id}, attempt {allocation.attempt}, nodes {', '.join(allocation.nodes)}")

@@ -12,6 +12,8 @@ from slimrl.launch.reports import LaunchError
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--spares", type=int, default=0, help="number of nodes of the allocation that may be bad")
+    spare_nodes = "trainer.spare_nodes of the recipe; with them the job outlives a lost node, if sbatch has --no-kill"
+    add("--spare-nodes", type=int, default=0, help=spare_nodes)
     add("--gpus-per-node", type=int, default=8, help="0 for nodes without GPUs")
     add("--cores-per-node", type=int, help="for Ray; by default all. Without GPUs each core is a slot")
     where = parser.add_mutually_exclusive_group()

@@ -13,6 +13,7 @@ from slimrl.base.errors import StageError
 from slimrl.config.check import check_loaded
 from slimrl.config.load import read_recipe
 from slimrl.config.problems import RecipeError
+from slimrl.config.restart_rules import SPARES
 from slimrl.launch.submit import nodes_needed, process_counts
 from slimrl.runtime.cluster.placement import Node, place
 from slimrl.runtime.cluster.spare_nodes import split_spares
@@ -23,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--unit", required=True, help="kind of slot: GPUs or cores")
     parser.add_argument("--node", action="append", required=True, metavar="NAME=SLOTS", help="the head first")
+    parser.add_argument("--spare-nodes", type=int, default=0, help="that the job was told of")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="RECIPE [KEY=VALUE]...")
     arguments = parser.parse_args()
@@ -31,18 +33,26 @@ def main() -> None:
     # Options of the command, none of which takes a value, may stand between the settings.
     overrides = [text for text in others if not text.startswith("-")]
     try:
-        idle = idle_nodes(Path(recipe), overrides, slots, sft=arguments.sft, unit=arguments.unit)
+        idle = idle_nodes(
+            Path(recipe), overrides, slots, spare_nodes=arguments.spare_nodes, sft=arguments.sft, unit=arguments.unit
+        )
     except (ValueError, StageError) as error:
         sys.exit(str(error))
     if idle:
         print(f"idle nodes: {', '.join(idle)}; the run needs {len(slots) - len(idle)} of {len(slots)} nodes")
 
 
-def idle_nodes(path: Path, overrides: Sequence[str], slots: dict[str, int], *, sft: bool, unit: str) -> list[str]:
-    """Nodes without a process of the run; `slots` has each node's GPUs or cores (`unit`), the head first.
+def idle_nodes(
+    path: Path, overrides: Sequence[str], slots: dict[str, int], *, spare_nodes: int, sft: bool, unit: str
+) -> list[str]:
+    """Nodes without a process of the run.
+
+    Args:
+        slots: GPUs or cores (`unit`) of each node, the head first.
+        spare_nodes: number of nodes without which the job goes on.
 
     Raises:
-        RecipeError: the recipe is refused.
+        RecipeError: the recipe is refused, or keeps another number of nodes free.
         StageError: the nodes are too few; the message says how many are enough.
         ValueError: no number of nodes of this size is enough.
     """
@@ -52,6 +62,9 @@ def idle_nodes(path: Path, overrides: Sequence[str], slots: dict[str, int], *, s
     if loaded is None or problems:
         raise RecipeError(problems)
     recipe = loaded.recipe
+    if (kept := recipe.trainer.spare_nodes) != spare_nodes:
+        said = f"is {kept}, and the job's --spare-nodes {spare_nodes}. Give it --spare-nodes {kept}"
+        raise RecipeError([loaded.problem(SPARES, said + (", and sbatch --no-kill." if kept else "."))])
     nodes = [Node(node_id=name, name=name, address=name, slots=number) for name, number in slots.items()]
     try:
         nodes, spares = split_spares(nodes, recipe.trainer.spare_nodes)

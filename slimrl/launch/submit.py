@@ -100,11 +100,13 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]
     arguments += [f"--{name}" for name in ("sft", "resume", "overwrite") if getattr(job, name)]
+    if job.spare_nodes:
+        arguments += ["--spare-nodes", str(job.spare_nodes)]
     arguments += [str(path), *overrides]
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {_quoted(line)}" for line in (*lines, *FLAGS, *job.sbatch)),
+            *(f"#SBATCH {_quoted(line)}" for line in (*lines, *_flags(job), *job.sbatch)),
             f"# SLURM drops a job whose log it cannot open. Before sbatch: mkdir -p {shlex.quote(str(job.log_dir))}",
             "set -euo pipefail",
             'cd "${SLIMRL_ROOT:-${SLURM_SUBMIT_DIR:?submit this script with sbatch}}"',
@@ -112,6 +114,11 @@ def job_script(path: Path, overrides: Sequence[str], job: SlurmJob) -> str:
             "",
         ]
     )
+
+
+def _flags(job: SlurmJob) -> list[str]:
+    """sbatch options without values. A job without spare nodes ends with a lost node, and SLURM queues it again."""
+    return [*FLAGS, *(["--no-kill"] if job.spare_nodes else [])]
 
 
 def _directives(path: Path, job: SlurmJob) -> dict[str, object]:
@@ -144,7 +151,7 @@ def check_sbatch(path: Path, job: SlurmJob) -> None:
     Raises:
         ValueError: an option is not `--NAME` or `--NAME=VALUE`, is set by the job script itself, or is in REFUSED.
     """
-    own = {*_directives(path, job), *(flag.removeprefix("--") for flag in FLAGS)}
+    own = {*_directives(path, job), *(flag.removeprefix("--") for flag in _flags(job))}
     for option in job.sbatch:
         found = re.fullmatch(r"--([a-z][a-z0-9-]*)(?:=.+)?", option)
         if found is None:

@@ -258,6 +258,29 @@ def test_a_run_on_two_nodes_that_is_preempted_continues_at_the_step_after_its_ch
 
 
 @pytest.mark.full
+@pytest.mark.timeout(500)
+def test_a_job_with_a_spare_node_outlives_a_node_of_its_ranks(start, tmp_path: Path):
+    workspace = make_workspace(tmp_path / "work")
+    folder = workspace.run_folder("outlives")
+    settings = [
+        "run.name=outlives", f"run.dir={tmp_path / 'work' / 'runs'}", f"model.path={tmp_path / 'work' / 'model'}",
+        f"data.train={tmp_path / 'work' / 'data' / 'sft.jsonl'}", "tracking.wandb=disabled", "steps=40",
+        "trainer.optimizer.warmup_updates=2", "checkpoint.every_steps=2", "trainer.spare_nodes=1",
+    ]  # fmt: skip
+    # With one core of each, the two ranks are on the first two of three.
+    given = ("--cores-per-node", "1", "--spare-nodes", "1", "--sft", str(RECIPES / "sft.yaml"), *settings)
+    job = start(3, TRAIN, *given)
+    job.wait_until(lambda: num_logged_steps(folder) >= 5, 150)
+    job.kill_node("node1")
+    assert job.wait(250) == 0, job.everything()
+    assert "node1 is lost: ray ended with code" in job.output
+    assert "ranks of node1 start on node2" in folder.log_file("driver").read_text()
+    assert [line["step"] for line in read_metrics(folder.metrics)] == list(range(41))
+    assert folder.export.is_dir()
+    assert not job.left(), job.left(0)
+
+
+@pytest.mark.full
 def test_a_node_that_dies_while_a_run_trains_ends_it_within_a_minute(start, tmp_path: Path):
     workspace = make_workspace(tmp_path / "work")
     settings = workspace.overrides("run.name=dies", "steps=50", "checkpoint.every_steps=1")

@@ -65,6 +65,9 @@ class WatchedJob(Job):
         passed = SimpleNamespace(nodes=["a"], plan=dict, ray_address="a:1")
         return SimpleNamespace(run=lambda selection: passed)
 
+    def _start_ray(self, nodes):
+        return [self._start("ray", nodes, "")]
+
     def _start(self, name, nodes, module, *arguments):
         end = lambda: self.events.append(f"{name} is waited for")  # noqa: E731
         return SimpleNamespace(code=self.driver_code if name == "driver" else None, end=end)
@@ -270,8 +273,8 @@ def test_a_command_that_saves_has_the_grace_for_it_and_is_asked_once(watched, mo
     monkeypatch.setattr(
         job_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0], strftime=lambda f: f)
     )
-    ray = SimpleNamespace(code=None)
-    assert job._watch(ray, SimpleNamespace(code=None)) == PREEMPTED
+    rays = [SimpleNamespace(code=None)]
+    assert job._watch(rays, SimpleNamespace(code=None)) == PREEMPTED
     # Asked at 110 s, and waited for until more than 100 s are over.
     assert (now[0], said) == (230.0, ["preempt"])
     assert capsys.readouterr().out.endswith("no new checkpoint within 100 s\n")
@@ -282,10 +285,10 @@ def test_a_command_that_saves_has_the_grace_for_it_and_is_asked_once(watched, mo
             return PREEMPTED if now[0] >= 320 else None
 
     job._signal, now[0] = None, 50.0
-    assert job._watch(ray, SimpleNamespace(code=0)) == 0
+    assert job._watch(rays, SimpleNamespace(code=0)) == 0
     now[0] = 230.0
     job._note(signal.SIGTERM, None)
-    assert job._watch(ray, Saves()) == PREEMPTED
+    assert job._watch(rays, Saves()) == PREEMPTED
     assert (now[0], said) == (320.0, ["preempt"] * 2)
     assert "no new checkpoint" not in capsys.readouterr().out
 
@@ -294,8 +297,57 @@ def test_a_ray_that_ends_before_the_command_ends_the_job_with_its_own_words(watc
     job = watched(None)
     dead = SimpleNamespace(code=1, failure=lambda: "ray ended with code 1")
     with pytest.raises(LaunchError, match="ray ended with code 1"):
-        job._watch(dead, SimpleNamespace(code=None))
-    assert job._watch(dead, SimpleNamespace(code=PREEMPTED)) == PREEMPTED
+        job._watch([dead], SimpleNamespace(code=None))
+    assert job._watch([dead], SimpleNamespace(code=PREEMPTED)) == PREEMPTED
+
+
+def test_with_spare_nodes_the_job_outlives_nodes_other_than_the_head(watched, monkeypatch, capsys):
+    job = watched(None, "--spare-nodes", "1")
+    alone = lambda folder, options, name, node, *given: (name, node, given)  # noqa: E731
+    monkeypatch.setattr(job_module, "start_alone", alone)
+    given = ("slimrl.launch.ray_node", f"--plan={job._folder.plan}", f"--control={job._folder.control}")
+    assert Job._start_ray(job, ["a", "b"]) == [("ray", "a", given), ("ray", "b", given)]
+
+    class Ray:
+        def __init__(self, node: str, dies_at: int) -> None:
+            self.nodes, self.dies_at = [node], dies_at
+
+        @property
+        def code(self) -> int | None:
+            return 9 if now[0] >= self.dies_at else None
+
+        def failure(self) -> str:
+            return f"ray on {self.nodes[0]} ended with code 9"
+
+    now = [0]
+    sleep = lambda seconds: now.__setitem__(0, now[0] + 1)  # noqa: E731
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0], strftime=lambda f: "T")
+    monkeypatch.setattr(job_module, "time", clock)
+
+    class Driver:
+        def __init__(self, ends_with: int) -> None:
+            self._ends_with = ends_with
+
+        @property
+        def code(self) -> int | None:
+            return self._ends_with if now[0] >= 8 else None
+
+        def failure(self) -> str:
+            return "driver ended with code 3"
+
+    assert job._watch([Ray("a", 99), Ray("b", 3), Ray("c", 5)], Driver(0)) == 0
+    said = "T b is lost: ray on b ended with code 9\nT c is lost: ray on c ended with code 9\n"
+    assert capsys.readouterr().out == said
+    now[0] = 0
+    with pytest.raises(LaunchError, match="ray on a ended with code 9"):
+        job._watch([Ray("a", 4), Ray("b", 3)], Driver(0))
+    # What ended before is not told again when the command fails.
+    capsys.readouterr()
+    now[0] = 0
+    assert job._watch([Ray("a", 99), Ray("b", 3), Ray("c", 9)], Driver(3)) == 3
+    assert capsys.readouterr().out == (
+        "T b is lost: ray on b ended with code 9\nT driver ended with code 3\nT failed: ray on c ended with code 9\n"
+    )
 
 
 def test_of_a_command_that_fails_it_is_said_whether_ray_ended_with_it(watched, monkeypatch, capsys):
@@ -318,11 +370,11 @@ def test_of_a_command_that_fails_it_is_said_whether_ray_ended_with_it(watched, m
     )
     driver = SimpleNamespace(code=3, failure=lambda: "driver ended with code 3")
     ray = Ray()
-    assert job._watch(ray, driver) == 3
+    assert job._watch([ray], driver) == 3
     assert capsys.readouterr().out == "T driver ended with code 3\nT failed: ray ended with code 9\n"
     assert now[0] == 4
     now[0], ray.dies_s = 0.0, 10**9
-    assert job._watch(ray, driver) == 3
+    assert job._watch([ray], driver) == 3
     assert capsys.readouterr().out == "T driver ended with code 3\n"
     assert now[0] == job_module.NOTICE_S
 
@@ -443,7 +495,7 @@ def test_a_step_that_goes_on_is_given_time_before_its_srun_is_told(monkeypatch):
         (["r.yaml"], 3, None, 3, "job 7, attempt 2, nodes a, b\n"),
         (["r.yaml"], PREEMPTED, None, PREEMPTED, "its end is awaited\n"),
         (["r.yaml"], 0, LaunchError("node a died"), 1, "failed: node a died\n"),
-        (["--spares", "2", "r.yaml"], 0, None, 1, "failed: --spares 2 leaves none of 2 nodes\n"),
+        (["--spares", "2", "r.yaml"], 0, None, 1, "failed: --spares 2 and --spare-nodes 0 leave none of 2 nodes\n"),
         (["--spares", "1"], 0, None, 1, "failed: no recipe is given\n"),
     ],
 )
@@ -528,6 +580,9 @@ NEEDED = "the run needs 8 GPUs for trainer ranks and 4 x 2 others for engines, e
         (2, ["--sft"], ["sft.max_tokens=64"], "idle nodes: n1; the run needs 1 of 2 nodes"),
         (4, ["--gpus-per-node", "0", "--cores-per-node", "4"], [], ""),
         (3, ["--gpus-per-node", "0"], [], "there are cores on: n0 5, n1 5, n2 5. Nodes of 5 cores needed: 4."),
+        (3, ["--spare-nodes", "1"], ["trainer.spare_nodes=1"], ""),
+        (3, [], ["trainer.spare_nodes=1"], "trainer.spare_nodes: is 1, and the job's --spare-nodes 0. Give it"),
+        (2, ["--spare-nodes", "1"], [], "trainer.spare_nodes: is 0, and the job's --spare-nodes 1. Give it"),
         (2, [], ["trainer.parallel.expert=3"], "trainer.parallel.expert: 3 does not divide the model's 128 experts."),
     ],
 )

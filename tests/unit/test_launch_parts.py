@@ -434,6 +434,9 @@ def test_nodes_that_the_run_keeps_free_are_asked_for_beside_spares(task: list[st
         lines = launch(*TINY, *task, *arguments).stdout.splitlines()
         assert "#SBATCH --nodes=6" in lines
         assert lines[-1].endswith(" trainer.spare_nodes=2")
+        # So that neither SLURM nor the job ends with a lost node.
+        assert "#SBATCH --no-kill" in lines
+        assert " --spare-nodes 2 " in lines[-1]
 
 
 def test_a_dry_run_prints_the_script_that_would_be_submitted(task: list[str], tmp_path: Path):
@@ -446,6 +449,7 @@ def test_a_dry_run_prints_the_script_that_would_be_submitted(task: list[str], tm
     assert {"#SBATCH --nodes=4", "#SBATCH --partition=big", "#SBATCH --time=4:00:00"} <= set(lines)
     assert {"#SBATCH --signal=B:USR1@300", "#SBATCH --requeue", "#SBATCH --gpus-per-node=8"} <= set(lines)
     assert "--spares 1 " in lines[-1]
+    assert "#SBATCH --no-kill" not in lines
     assert lines[-1].endswith(f"{' '.join([*TINY, *task])}")
     # What is not about this job is as in the script that is submitted by hand.
     by_hand = (ROOT / "launch" / "slurm" / "train.sbatch").read_text().splitlines()
