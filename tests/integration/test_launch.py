@@ -264,8 +264,8 @@ def test_a_job_with_a_spare_node_outlives_a_node_of_its_ranks(start, tmp_path: P
     folder = workspace.run_folder("outlives")
     settings = [
         "run.name=outlives", f"run.dir={tmp_path / 'work' / 'runs'}", f"model.path={tmp_path / 'work' / 'model'}",
-        f"data.train={tmp_path / 'work' / 'data' / 'sft.jsonl'}", "tracking.wandb=disabled", "steps=40",
-        "trainer.optimizer.warmup_updates=2", "checkpoint.every_steps=2", "trainer.spare_nodes=1",
+        f"data.train={tmp_path / 'work' / 'data' / 'sft.jsonl'}", "tracking.wandb=disabled", "steps=300",
+        "trainer.optimizer.warmup_updates=2", "checkpoint.every_steps=20", "trainer.spare_nodes=1",
     ]  # fmt: skip
     # With one core of each, the two ranks are on the first two of three.
     given = ("--cores-per-node", "1", "--spare-nodes", "1", "--sft", str(RECIPES / "sft.yaml"), *settings)
@@ -274,8 +274,10 @@ def test_a_job_with_a_spare_node_outlives_a_node_of_its_ranks(start, tmp_path: P
     job.kill_node("node1")
     assert job.wait(250) == 0, job.everything()
     assert "node1 is lost: ray ended with code" in job.output
-    assert "ranks of node1 start on node2" in folder.log_file("driver").read_text()
-    assert [line["step"] for line in read_metrics(folder.metrics)] == list(range(41))
+    log = folder.log_file("driver").read_text()
+    (spare,) = re.findall(r"spare_nodes: (\S+) is kept free", log)
+    assert re.findall(r"ranks of \S+ start on (\S+)", log) == [spare]
+    assert [line["step"] for line in read_metrics(folder.metrics)] == list(range(301))
     assert folder.export.is_dir()
     assert not job.left(), job.left(0)
 
