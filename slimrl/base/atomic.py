@@ -18,6 +18,10 @@ WRITE_BYTES = 256 * 1024
 pages for the page cache; with smaller writes threads wait for Python's lock more often."""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of errors by which a disk says that it takes no more"""
+
+
 @contextmanager
 def atomic_file(file: Path, buffering: int = -1) -> Iterator[BinaryIO]:
     """Write under a temporary name next to `file`; renamed at the end of the block, removed if the block fails.
@@ -44,7 +48,7 @@ def atomic_file(file: Path, buffering: int = -1) -> Iterator[BinaryIO]:
 
 def disk_reason(error: OSError) -> str | None:
     """The system's error message, in plain words if the disk is full."""
-    return "no space left on the disk" if error.errno == errno.ENOSPC else error.strerror
+    return "no space left on the disk" if error.errno in FULL else error.strerror
 
 
 def write_whole(file: Path, text: str) -> None:

@@ -1,17 +1,14 @@
 """Exit codes of commands: 0 done, 2 the user's input was refused, 1 failed, 75 preempted by SIGUSR1."""
 
-import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
+from slimrl.base.atomic import FULL, disk_reason
 from slimrl.observability.logs import log_folder
 from slimrl.observability.terminal import plain_console
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of errors by which a disk says that it takes no more"""
 
 
 @contextmanager
@@ -43,7 +40,7 @@ def exit_codes() -> Iterator[None]:
         logging.getLogger(__name__).exception("failed")
         where = f"{error.filename}: " if error.filename else ""
         errors.print(
-            f"failed: {where}no space left on the disk. Free some and give the same command again; with --resume a run "
+            f"failed: {where}{disk_reason(error)}. Free some and give the same command again; with --resume a run "
             "goes on from its newest checkpoint."
         )
         raise typer.Exit(1) from None

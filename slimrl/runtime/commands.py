@@ -139,7 +139,7 @@ def _train(
                 with_teacher=learns,
                 with_past=learns,
                 with_critic=learns,
-                with_spares=True,
+                may_restart=True,
                 total_updates=total_updates,
                 checkpoint=checkpoint,
                 files=files,
@@ -153,10 +153,12 @@ def _train(
             restarts = TrainerRestarts(
                 recipe.run, training.rewind, progress, left_out=left_out, rewinds=recipe.stop.rewind_not_finite
             )
-            with nullcontext() if task is None else rollout_stage(loaded, task, processes, progress) as stage:
-                state = restarts.go_on(partial(training.begin, stage), checkpoint, state)
-            if memory is not None:
-                memory.nodes.remove()
+            try:
+                with nullcontext() if task is None else rollout_stage(loaded, task, processes, progress) as stage:
+                    state = restarts.go_on(partial(training.begin, stage), checkpoint, state)
+            finally:
+                if memory is not None:
+                    memory.nodes.remove()
         raise_preempted(folder, state.step, recipe.steps)
 
 

@@ -2,7 +2,8 @@
 
 1. They are like those on the disk, with checksums, in a folder of /dev/shm of each node (cluster/memory_nodes.py). The
    driver's has the state of the run. Since only this layout loads them, no rank gathers the optimizer's states.
-2. The newest one is kept, and until it is whole and copied the one before. The next is not begun earlier.
+2. The newest one is kept, and beside it the one before, until each file of the newest is on two nodes. Only then is
+   the next one begun.
 3. A copy that cannot be made or loaded, for example for want of room, does not end the run: it goes on with the one
    before, or with a checkpoint on the disk.
 4. The folders are removed with the run, by a janitor if the run is killed.
@@ -29,6 +30,10 @@ from slimrl.runtime.state import CheckpointFolder, RunState, read_state
 GIB = 1024**3
 
 log = logging.getLogger(__name__)
+
+
+class StillCopying(NotWritten):
+    """The last copy is not on two nodes yet, so that no other is begun."""
 
 
 class MemoryFolder(CheckpointFolder):
@@ -64,7 +69,7 @@ class MemoryFolder(CheckpointFolder):
         return folder.is_relative_to(self.path)
 
     def fetched(self, node: Node, folder: Path) -> Fetched | None:
-        """What brings the files of a part of `newest` to a node; None if they are there or on a disk."""
+        """What brings the files of a part of `newest_after` to a node; None if they are there or on a disk."""
         return self.nodes.fetched(node, folder.relative_to(self.path)) if folder.is_relative_to(self.path) else None
 
     @contextmanager
@@ -72,6 +77,8 @@ class MemoryFolder(CheckpointFolder):
         """Where the copy of this step cannot be written, that is said, and no part of it is left."""
         try:
             yield
+        except StillCopying as error:
+            log.info("no copy of step %d in memory: %s", step, error)
         except (OSError, NotWritten) as error:
             free = f"{shutil.disk_usage(self.path).free / GIB:.1f} GiB of {self.path.parent} are free"
             self.clean()
@@ -83,13 +90,13 @@ class MemoryFolder(CheckpointFolder):
         """As of a folder on the disk.
 
         Raises:
-            NotWritten: files of the last copy are still on the way to a second node; or a node does not answer, or has
-                no room.
+            StillCopying: files of the last copy are still on the way to a second node.
+            NotWritten: a node does not answer, or has no room.
             OSError: this node has not so much room as the last copy took.
         """
         for path in self.complete()[-1:]:
             if self.nodes.is_copying(path.name):
-                raise NotWritten(f"{path.name} is not on two nodes yet")
+                raise StillCopying(f"{path.name} is not on two nodes yet")
             if not self.nodes.is_copied(path.name):
                 self._say(f"warning: {path.name} in memory would not survive the loss of a node: it is not copied")
         self.prune(1)
@@ -135,9 +142,10 @@ class MemoryFolder(CheckpointFolder):
         self._keep_alike()
         return not checkpoint.exists()
 
-    def newest(self) -> tuple[Path, RunState] | None:
-        """The newest whole copy and its state; says which newer ones are not whole."""
-        for path in reversed(self.complete()):
+    def newest_after(self, step: int) -> tuple[Path, RunState] | None:
+        """The newest whole copy of a later step, and its state; says which newer ones are not whole."""
+        later = [path for path, of_step in zip(self.complete(), self.steps(), strict=True) if of_step > step]
+        for path in reversed(later):
             try:
                 return path, self._state_of(path)
             except ValueError as error:
@@ -163,8 +171,8 @@ def newest_copy(
     memory: MemoryFolder | None, run: RunFolder, say: Callable[[str], None]
 ) -> tuple[Path, RunState] | None:
     """The newest copy in memory and its state, if it is newer than the newest checkpoint on the disk."""
-    on_disk = CheckpointFolder(run.checkpoints).steps()
-    if memory is None or (found := memory.newest()) is None or found[1].step <= max(on_disk, default=0):
+    on_disk = max(CheckpointFolder(run.checkpoints).steps(), default=0)
+    if memory is None or (found := memory.newest_after(on_disk)) is None:
         return None
     say(f"continuing after step {found[1].step}, from the copy in memory")
     return found

@@ -3,7 +3,8 @@ were in it.
 
 1. The weights, which no later update could mend: if they are not finite, the run ends.
 2. The numbers of each sequence, from what the driver gave the ranks to the losses, in a pass without gradient.
-3. Where all of these are finite, the gradients: of halves of the update, of their halves, down to single trajectories.
+3. Where all of these are finite, the gradients: of the whole update, and if they are not finite again, of halves, of
+   their halves, down to single trajectories.
 
 After a step's last update the weights are looked at in any case, so that none that are not finite reach an engine, a
 checkpoint or an export.
@@ -92,6 +93,8 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
+    """Numbers of an update that are not finite, and the sequences whose they are."""
+
     what: str
     """What is not finite"""
     sequences: list[int]
@@ -148,7 +151,10 @@ class SkippedUpdates:
 
     def _explain(self, where: str, step: int, work: Work) -> None:
         findings = find(self._ranks, work)
-        self._say(f"warning: {where} skipped: {'; '.join(_text(finding, work) for finding in findings)}")
+        said = [_text(finding, work) for finding in findings]
+        if not said:
+            said.append(f"{GRADIENT} were not finite, and are finite when they are computed again")
+        self._say(f"warning: {where} skipped: {'; '.join(said)}")
         log.warning("%s skipped:\n%s", where, "\n".join(_details(findings, work)))
         owners = [work.owners[sequence] for finding in findings for sequence in finding.sequences]
         self._keep(step, work, {owner.item for owner in owners})
@@ -168,7 +174,8 @@ class SkippedUpdates:
 
 
 def find(ranks: TrainerGroup, work: Work) -> list[Finding]:
-    """What was not finite in an update that was skipped; the weights must be those that it was computed with."""
+    """What was not finite in an update that was skipped; the weights must be those that it was computed with. Nothing
+    if all is finite this time."""
     given = [fault for batch in micro_batches([work.batch]) for fault in faults_of(batch)]
     found = ranks.gather(RankBatches.faults, work.number, work.loss, work.temperature, output=work.output)
     by_sequence = causes(given, found, whitened=work.whitens)
@@ -202,6 +209,8 @@ def _by_gradient(ranks: TrainerGroup, work: Work) -> list[Finding]:
             places=_passed({places[one] for one in sequences}, len(work.batch[0]), ranks.layout.micro_batch_multiple),
         )
 
+    if is_finite(list(parts.values())):
+        return []
     together = narrowed(list(parts.values()), is_finite)
     single = sorted(sequence for found in together if len(found) == 1 for sequence in found[0])
     findings = [Finding(what=GRADIENT, sequences=single)] if single else []

@@ -167,7 +167,7 @@ def started(
     with_teacher: bool = False,
     with_past: bool = False,
     with_critic: bool = False,
-    with_spares: bool = False,
+    may_restart: bool = False,
     total_updates: int | None = None,
     checkpoint: Path | None = None,
     files: Mapping[str, FileDigest] | None = None,
@@ -179,8 +179,8 @@ def started(
         with_teacher: also start the engines of the recipe's teacher, if it has any.
         with_past: also start the engines of older versions, if the recipe has any.
         with_critic: also start the ranks of the recipe's critic, if it has one.
-        with_spares: the trainer may be started anew: also keep nodes free as `trainer.spare_nodes` says, and have room
-            for copies in memory.
+        may_restart: the trainer may be started anew, so keep nodes free as `trainer.spare_nodes` says, and check that
+            there is room for checkpoints in memory.
         total_updates: optimizer updates of the run; None for a command without a trainer.
         checkpoint: the run's checkpoint that the trainer loads; None for the weights that the recipe names.
         files: digests of its files, with which the ranks compare them first.
@@ -216,7 +216,7 @@ def started(
             slots = most_slots(recipe, **counts)
             ends.enter_context(ray_cluster(ray_address, num_slots=slots))
             take_over_signals()
-            places, spares = _reserved(recipe, counts, private=ray_address is None, with_spares=with_spares)
+            places, spares = _reserved(recipe, counts, private=ray_address is None, may_restart=may_restart)
         processes = Processes(engines=None, trainers=None)
         try:
             with progress.stage("starting processes"):
@@ -254,7 +254,7 @@ def started(
 
 
 def _reserved(
-    recipe: Recipe, counts: Mapping[str, int], *, private: bool, with_spares: bool
+    recipe: Recipe, counts: Mapping[str, int], *, private: bool, may_restart: bool
 ) -> tuple[Reservation, SpareNodes]:
     """Slots for so many ranks and engines of each kind, and the nodes that are kept free.
 
@@ -263,7 +263,7 @@ def _reserved(
     """
     nodes, resource = cluster_nodes(private=private)
     unit = f"{resource}s"
-    nodes, kept = split_spares(nodes, recipe.trainer.spare_nodes if with_spares else 0)
+    nodes, kept = split_spares(nodes, recipe.trainer.spare_nodes if may_restart else 0)
     try:
         placement = place_what_fits(recipe, nodes, **counts, unit=unit)
     except StageError as error:
@@ -273,8 +273,8 @@ def _reserved(
         check_spares(kept, placement, unit)
     places = Reservation(placement, resource)
     if not private:
-        check_nodes(recipe, places)
-        if with_spares:
+        check_nodes(recipe, places, kept)
+        if may_restart:
             check_shared_memory(recipe, placement, kept)
     return places, SpareNodes(kept, resource)
 

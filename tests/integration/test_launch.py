@@ -277,7 +277,7 @@ def test_a_job_with_a_spare_node_outlives_a_node_of_its_ranks(start, tmp_path: P
     log = folder.log_file("driver").read_text()
     (spare,) = re.findall(r"spare_nodes: (\S+) is kept free", log)
     assert re.findall(r"ranks of \S+ start on (\S+)", log) == [spare]
-    assert [line["step"] for line in read_metrics(folder.metrics)] == list(range(301))
+    assert [line["step"] for line in read_metrics(folder.metrics)] == list(range(1, 301))
     assert folder.export.is_dir()
     assert not job.left(), job.left(0)
 

@@ -18,7 +18,7 @@ from slimrl.observability.progress import Progress
 from slimrl.observability.run_folder import RunFolder
 from slimrl.resync.report import ResyncReport
 from slimrl.rollout.pressure import CachePressure
-from slimrl.runtime import commands, start
+from slimrl.runtime import commands, start, training
 from slimrl.runtime import loop as loops
 from slimrl.runtime.cluster.actors import run
 from slimrl.runtime.cluster.processes import Processes
@@ -142,10 +142,13 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     return made
 
 
+DIGESTS = {"trainer/__0_0.distcp": "digest"}
 HOW = {"resume": None, "overwrite": True, "job": "7", "checkpoint_log": Path("log")}
 
 
-def checkpointed(monkeypatch, parts: Parts, step: int | None, *, has_checksums: bool = True) -> Path:
+def checkpointed(
+    monkeypatch, parts: Parts, step: int | None, *, has_checksums: bool = True, reads: bool = True
+) -> Path:
     """The folder has a checkpoint of this step, or none."""
     path = parts.folder.checkpoints / f"step_{step or 0:06d}"
     path.mkdir(parents=True)
@@ -155,11 +158,13 @@ def checkpointed(monkeypatch, parts: Parts, step: int | None, *, has_checksums: 
     found = None if step is None else SimpleNamespace(path=path, state=state, has_checksums=has_checksums)
 
     def resume_point(folder, recipe, *, contents, seen):
-        assert contents is True
+        # On a cluster the ranks read the files, by their digests.
+        assert contents is reads
         seen(1, 2)
         return found
 
-    monkeypatch.setattr(commands, "resume_point", resume_point)
+    monkeypatch.setattr(training, "resume_point", resume_point)
+    monkeypatch.setattr(commands, "read_state", lambda checkpoint: (state, DIGESTS))
     return path
 
 
@@ -170,14 +175,14 @@ def test_a_fresh_run_trains_from_the_first_prompt_for_all_its_updates(parts: Par
         runs.append((run.state.step, [p.prompt_id for p in run.data.take(2)], run.critics))
         run.state.step = 4
 
-    monkeypatch.setattr(commands, "train_loop", loop)
+    monkeypatch.setattr(training, "train", loop)
     commands.train(Path("r.yaml"), ["a=1"], **HOW, ray_address="head:1")
     assert runs == [(0, ["0", "1"], "critics")]
     assert parts.prepared == (["a=1"], "train", {"train": True, "evaluate": True}, {"ray_address": "head:1"})
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": True, "with_teacher": True, "with_past": True, "with_critic": True, "with_spares": True,
-        "total_updates": 12, "checkpoint": None, "ray_address": "head:1",
+        "with_engines": True, "with_teacher": True, "with_past": True, "with_critic": True, "may_restart": True,
+        "total_updates": 12, "checkpoint": None, "files": None, "ray_address": "head:1",
     }  # fmt: skip
     assert parts.teachers == "teachers"
     assert (parts.keep, parts.total_steps) == (-1, 4)
@@ -189,7 +194,7 @@ def test_a_resumed_run_goes_on_with_its_state_and_says_from_where(parts: Parts, 
     path = checkpointed(monkeypatch, parts, step, has_checksums=has_checksums)
     runs = []
     monkeypatch.setattr(
-        commands, "train_loop", lambda run: runs.append((run.state.step, [p.prompt_id for p in run.data.take(2)]))
+        training, "train", lambda run: runs.append((run.state.step, [p.prompt_id for p in run.data.take(2)]))
     )
     with pytest.raises(Preempted, match=f"after step {step or 0} of 4"):
         commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
@@ -205,7 +210,7 @@ def test_a_resumed_run_goes_on_with_its_state_and_says_from_where(parts: Parts, 
 def test_a_run_continues_with_the_critic_that_its_checkpoint_has_or_without_one(parts: Parts, monkeypatch):
     path = checkpointed(monkeypatch, parts, 2)
     parts.recipe.algorithm.advantage = "gae"
-    monkeypatch.setattr(commands, "train_loop", lambda run: None)
+    monkeypatch.setattr(training, "train", lambda run: None)
     with pytest.raises(ValueError, match=r"step_000002 has no critic, as its run had none\. Give that run's export"):
         commands.train(Path("r.yaml"), [], **HOW, ray_address=None)
     assert parts.started == {}
@@ -220,7 +225,7 @@ def test_a_run_continues_with_the_critic_that_its_checkpoint_has_or_without_one(
 
 def test_a_checkpoint_of_a_file_with_another_number_of_lines_is_refused(parts: Parts, monkeypatch):
     checkpointed(monkeypatch, parts, 2)
-    monkeypatch.setattr(commands, "train_loop", lambda run: pytest.fail("it trains"))
+    monkeypatch.setattr(training, "train", lambda run: pytest.fail("it trains"))
     monkeypatch.setattr("test_commands.PROMPTS", PROMPTS)
     parts.recipe.data.train = "data.jsonl"
     other = SimpleNamespace(
@@ -232,7 +237,7 @@ def test_a_checkpoint_of_a_file_with_another_number_of_lines_is_refused(parts: P
 
 
 def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts: Parts, monkeypatch):
-    path = checkpointed(monkeypatch, parts, 2)
+    path = checkpointed(monkeypatch, parts, 2, reads=False)
     given, addresses = [], []
 
     def loop(run, sampler):
@@ -247,14 +252,14 @@ def test_supervised_training_starts_no_engine_and_makes_one_update_a_step(parts:
             {"train": PROMPTS},
         ),
     )
-    monkeypatch.setattr(commands, "sft_loop", loop)
+    monkeypatch.setattr(training, "train_on_conversations", loop)
     commands.sft(Path("r.yaml"), [], **HOW, ray_address="head:1")
     assert addresses == ["head:1"]
     assert given == [(2, ["3"], True)]
     assert parts.opened == HOW
     assert parts.started == {
-        "with_engines": False, "with_teacher": False, "with_past": False, "with_critic": False, "with_spares": True,
-        "total_updates": 4, "checkpoint": path, "ray_address": "head:1",
+        "with_engines": False, "with_teacher": False, "with_past": False, "with_critic": False, "may_restart": True,
+        "total_updates": 4, "checkpoint": path, "files": DIGESTS, "ray_address": "head:1",
     }  # fmt: skip
     assert (parts.keep, parts.total_steps) == (2, 4)
 

@@ -103,19 +103,36 @@ def test_the_nodes_of_engines_and_of_the_first_rank_try_the_local_folder_of_delt
     monkeypatch.setattr(folder_check.ray, "get", get)
     recipe = Recipe()
     recipe.resync.transport, recipe.resync.local_dir = TransportName(transport), "local"
-    check_nodes(recipe, reservation(ranks, engines))
+    check_nodes(recipe, reservation(ranks, engines), [])
     assert sorted(tried) == [(name, thread_variables(1), Path("local").absolute()) for name in asked]
     if asked:
         reasons |= {"a": "Permission denied"}
         with pytest.raises(StageError, match=r"resync\.local_dir: .*local cannot be written on a: Permission denied$"):
-            check_nodes(recipe, reservation(ranks, engines))
+            check_nodes(recipe, reservation(ranks, engines), [])
 
         def lost(refs, timeout):
             raise folder_check.ray.exceptions.GetTimeoutError("60 s")
 
         monkeypatch.setattr(folder_check.ray, "get", lost)
         with pytest.raises(StageError, match=r"nodes did not try .*local: GetTimeoutError"):
-            check_nodes(recipe, reservation(ranks, engines))
+            check_nodes(recipe, reservation(ranks, engines), [])
+
+
+def test_spare_nodes_try_the_local_folder_of_delta_too(monkeypatch):
+    asked = []
+
+    def options(**how):
+        asked.append(how.get("slot") or how["scheduling_strategy"])
+        return SimpleNamespace(remote=lambda folder: folder)
+
+    monkeypatch.setattr(folder_check, "_why_not_writable", SimpleNamespace(options=options))
+    monkeypatch.setattr(folder_check, "NodeAffinitySchedulingStrategy", lambda node_id, *, soft: node_id)
+    monkeypatch.setattr(folder_check.ray, "get", lambda refs, timeout: ["", "Read-only file system"])
+    recipe = Recipe()
+    recipe.resync.transport = TransportName("delta")
+    with pytest.raises(StageError, match=r"cannot be written on c: Read-only file system$"):
+        check_nodes(recipe, reservation("a", "a"), NODES[2:])
+    assert asked == [Slot(node=NODES[0], number=0), "c"]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ class AnsweringTrainers:
         self.num_steps = 0
         self.overflowing: set[int] = set()
         """Sequences whose gradients are not finite"""
+        self.overflowing_together: set[int] = set()
+        """Sequences whose gradients have a sum that is not finite"""
         self.bad_weights: list[str] = []
         self.gradients: list[tuple[list[int], list[int]]] = []
         """Sequences and places of the passes that looked for such gradients"""
@@ -125,7 +127,8 @@ class AnsweringTrainers:
         assert sequences <= passed, (sequences, places)
         assert (denominator, temperature) == (self.updates[-1].denominator, self.temperatures[-1])
         self.gradients.append((sorted(sequences), list(places)))
-        return not self.overflowing & set(sequences)
+        together = self.overflowing_together
+        return not self.overflowing & set(sequences) and not (together and together <= set(sequences))
 
     def weights_not_finite(self):
         return list(self.bad_weights)

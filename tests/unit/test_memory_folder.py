@@ -100,7 +100,7 @@ def test_one_that_is_not_whole_is_named_and_the_one_before_is_used(memory, said)
     memory.nodes.not_copied = {"step_000005"}
     save(memory, 4, 5)
     (memory.path / "step_000005" / "trainer" / "weights").write_text("6")
-    path, state = memory.newest()
+    path, state = memory.newest_after(0)
     assert (path.name, state.step) == ("step_000004", 4)
     assert said == ["warning: the copy of step_000005 in memory is not whole and is not used"]
 
@@ -125,8 +125,7 @@ def test_a_step_does_not_wait_until_the_one_before_is_on_two_nodes(memory, said)
     save(memory, 5, 6)
     assert memory.steps() == [4, 5]
     assert memory.nodes.kept == ["step_000004", "step_000005"]
-    (warning,) = said
-    assert "the copy of step 6 in memory could not be made: step_000005 is not on two nodes yet; " in warning
+    assert said == []
     memory.nodes.copying = set()
     save(memory, 7)
     assert memory.steps() == [7]
@@ -138,7 +137,7 @@ def test_one_that_cannot_be_loaded_is_forgotten_and_a_checkpoint_on_the_disk_is_
     disk = CheckpointFolder(tmp_path)
     save(disk, 3)
     assert memory.forget(memory.named(5))
-    assert memory.newest()[1].step == 4
+    assert memory.newest_after(0)[1].step == 4
     assert memory.nodes.kept == ["step_000004"]
     assert not memory.forget(disk.named(3))
     assert disk.steps() == [3]
@@ -176,7 +175,7 @@ def test_one_that_cannot_be_written_does_not_end_the_run_and_leaves_nothing(memo
     (warning,) = said
     assert "the copy of step 5 in memory could not be made: trainer 0: No space left on device; " in warning
     assert not writer.holds(5)
-    assert memory.newest()[1].step == 4
+    assert memory.newest_after(0)[1].step == 4
     # The others are no matter of room.
     for error in (TrainerLost("trainer 0: its process died"), StageError("trainer 0: ValueError")):
         writer.begin(RunState(step=5), {"trainer": Full(error)})

@@ -142,7 +142,7 @@ def test_a_gradient_that_is_not_finite_is_sought_in_the_micro_batches_of_ever_fe
     trainers.overflowing = {5}
     _, (update,) = learn(trainers, settings, pairs("abcd", lengths=(40,)), said=said)
     assert said[0].endswith("skipped: the gradients of 1 of 8 trajectories are not finite: c (c/1)")
-    assert [len(sequences) for sequences, _ in trainers.gradients] == [4, 4, 2, 2, 1, 1]
+    assert [len(sequences) for sequences, _ in trainers.gradients] == [8, 4, 4, 2, 2, 1, 1]
     by_place = {int(batch.sequences[0]): place for place, batch in enumerate(micro_batches([update.batch]))}
     for sequences, places in trainers.gradients:
         assert places == sorted(by_place[one] for one in sequences)
@@ -150,11 +150,19 @@ def test_a_gradient_that_is_not_finite_is_sought_in_the_micro_batches_of_ever_fe
 
 def test_segments_of_a_trajectory_are_passed_together_and_a_sum_that_overflows_is_said_to_be_one():
     trainers, said = AnsweringTrainers(skips=[True]), []
+    trainers.overflowing_together = {1, 2}
     learn(trainers, recipe(), pairs("a", lengths=(30, 30)), said=said)
-    assert [sequences for sequences, _ in trainers.gradients] == [[0, 1], [2, 3]]
+    assert [sequences for sequences, _ in trainers.gradients] == [[0, 1, 2, 3], [0, 1], [2, 3]]
     assert said[0].endswith(
         "skipped: the gradients of some of 2 of 2 trajectories are not finite, or their sum is not: a (a/0), a (a/1)"
     )
+
+
+def test_a_gradient_that_is_finite_when_it_is_computed_again_is_laid_to_no_trajectory(tmp_path):
+    trainers, state, said = AnsweringTrainers(skips=[True]), RunState(), []
+    learn(trainers, recipe(), pairs("a", lengths=(30, 30)), state, said=said, folder=RunFolder(tmp_path))
+    assert said[0].endswith("skipped: the gradients were not finite, and are finite when they are computed again")
+    assert (state.suspects, state.skipped_in_a_row, list(tmp_path.iterdir())) == ([], 1, [])
 
 
 def test_weights_that_are_not_finite_end_the_run_at_once_and_no_trajectory_is_to_blame(tmp_path):

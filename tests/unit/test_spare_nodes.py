@@ -26,6 +26,14 @@ def test_the_last_nodes_are_kept_free():
         split_spares(NODES, 3)
 
 
+def test_a_node_without_slots_is_no_spare_one():
+    nodes = [*NODES, node("login", 0)]
+    assert split_spares(nodes, 1) == ([*NODES[:2], nodes[3]], [NODES[2]])
+    assert split_spares(nodes, 0) == (nodes, [])
+    with pytest.raises(StageError, match=r"^trainer.spare_nodes = 3 leaves none of 3 nodes .* or use 0\.$"):
+        split_spares(nodes, 3)
+
+
 def test_a_spare_has_room_for_the_ranks_of_the_fullest_node():
     small = Placement(ranks=on(NODES[0], 2), engines=(on(NODES[1], 4),))
     check_spares(NODES[2:], small, "GPUs")

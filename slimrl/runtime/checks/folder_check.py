@@ -1,11 +1,13 @@
 """Checks before the start that a run's folders can be written, here and on the nodes that write into them."""
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimrl.base.errors import StageError
 from slimrl.config.env_vars import thread_variables
@@ -41,8 +43,11 @@ def folder_problems(loaded: LoadedRecipe, *, shared_only: bool = False) -> list[
     ]
 
 
-def check_nodes(recipe: Recipe, places: Reservation) -> None:
-    """Try `resync.local_dir` on every node with engines and on that of trainer rank 0, where `delta` writes into it.
+def check_nodes(recipe: Recipe, places: Reservation, spares: Sequence[Node]) -> None:
+    """Try `resync.local_dir` where `delta` writes into it: on nodes with engines, and that of trainer rank 0.
+
+    Args:
+        spares: nodes to which rank 0 may move.
 
     Raises:
         StageError: some nodes cannot write there, which the message names, or do not answer.
@@ -57,6 +62,10 @@ def check_nodes(recipe: Recipe, places: Reservation) -> None:
         node: _why_not_writable.options(**places.options(slot, variables)).remote(folder)
         for node, slot in slots.items()
     }
+    for node in spares:
+        there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        how = {"num_cpus": 0, "scheduling_strategy": there, "runtime_env": {"env_vars": variables}}
+        asked[node] = _why_not_writable.options(**how).remote(folder)
     try:
         reasons = dict(zip(asked, ray.get(list(asked.values()), timeout=NODES_TIMEOUT_S), strict=True))
     except ray.exceptions.RayError as error:

@@ -25,6 +25,7 @@ from slimrl.engines.servers.server import CPU_MEMORY_FRACTION, cpu_cache_tokens
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import read_hf_config
 from slimrl.resync.ipc.shared_buffer import SHARED_MEMORY_DIR
+from slimrl.resync.ipc.stale_files import clean_stale_segments
 
 GIB = 1024**3
 
@@ -159,7 +160,8 @@ def shared_memory_problems(loaded: LoadedRecipe) -> list[Problem]:
 
 
 def shared_memory_free() -> int:
-    """Bytes that are free in this node's /dev/shm."""
+    """Bytes that are free in this node's /dev/shm, without what runs of this user that were killed have left there."""
+    clean_stale_segments()
     return shutil.disk_usage(SHARED_MEMORY_DIR).free
 
 

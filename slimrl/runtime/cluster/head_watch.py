@@ -22,6 +22,9 @@ CONNECT_S = 5.0
 ATTEMPTS = 2
 """Connections in a row that fail before the head is said to be lost; on a loaded machine one may be too slow."""
 
+KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+"""Seconds, and number of probes without an answer, after which a machine without power ends the connection (tcp(7))"""
+
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +91,9 @@ def _connect(address: str) -> socket.socket | None:
             connection.close()
             return None
         connection.setblocking(False)
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return connection
     return None
 

@@ -8,7 +8,6 @@ Where all ranks are on the driver's node, there are no other nodes and no actors
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +89,9 @@ class MemoryNodes:
         return named | {place: there for place in self._places.values() if _is_own(place.node)}
 
     def keep(self, names: Sequence[str]) -> None:
-        """Remove all folders but these on the others."""
-        for place in self._others():
-            place.actor.keep.remote(names)
+        """Remove all folders but these on the others, and what is known of them on the driver's."""
+        for place in self._places.values():
+            (place.actor.forget if _is_own(place.node) else place.actor.keep).remote(names)
         self._copying = {name: copying for name, copying in self._copying.items() if name in names}
 
     def copy(self, name: str, files: Mapping[Place, Sequence[str]]) -> None:
@@ -168,8 +167,10 @@ class MemoryNodes:
 
     def remove(self) -> None:
         """Remove all folders of the others, and wait for it: the end of a job may end janitors before they have."""
-        with suppress(NotWritten):
-            self._ask(self._others(), "keep", ())
+        asked = [place.actor.keep.remote(()) for place in self._others()]
+        if asked:
+            # One that is lost or late keeps none from its end.
+            ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
         for place in list(self._places.values()):
             self._drop(place)
 

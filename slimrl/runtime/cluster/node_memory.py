@@ -78,10 +78,15 @@ class NodeMemory:
         for path in self.path.iterdir():
             if path.name not in folders:
                 shutil.rmtree(path, ignore_errors=True)
+        self.forget(folders)
+
+    def forget(self, folders: Sequence[str]) -> None:
+        """Forget the names of files in all folders but these."""
         self._forget({_folder_of(file) for file in [*self._locks, *self._fetched]} - {*folders})
 
     def digests(self, folder: str) -> dict[str, FileDigest]:
-        """Sizes and checksums of the files of a folder. Those that are fetched later are copied again."""
+        """Sizes and checksums of the files of a folder. A file that is fetched after this is copied even if it is
+        there, since it may be damaged."""
         self._forget([folder])
         return file_digests(self.path, files_in(self.path, folder))
 

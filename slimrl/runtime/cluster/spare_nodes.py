@@ -18,17 +18,18 @@ log = logging.getLogger(__name__)
 
 
 def split_spares(nodes: Sequence[Node], num_spares: int) -> tuple[list[Node], list[Node]]:
-    """The nodes that a run is placed on, and the last ones, which it keeps free.
+    """The nodes that a run is placed on, and the last ones with slots, which it keeps free.
 
     Raises:
         StageError: none is left for the run.
     """
-    if num_spares and num_spares >= len(nodes):
+    usable = [node for node in nodes if node.slots]
+    if num_spares and num_spares >= len(usable):
         raise StageError(
-            f"{SPARES} = {num_spares} leaves none of {counted(len(nodes), 'node')} to the run. Give it more."
+            f"{SPARES} = {num_spares} leaves none of {counted(len(usable), 'node')} to the run. Give it more, or use 0."
         )
-    used = len(nodes) - num_spares
-    return list(nodes[:used]), list(nodes[used:])
+    spares = usable[len(usable) - num_spares :]
+    return [node for node in nodes if node not in spares], spares
 
 
 def check_spares(spares: Sequence[Node], placement: Placement, unit: str) -> None:
