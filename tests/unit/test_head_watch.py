@@ -110,3 +110,16 @@ def test_a_connection_to_itself_is_none_to_a_head(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(head_watch.socket, "create_connection", create_from_the_same_port)
     assert head_watch._connect(f"127.0.0.1:{port}") is None
     assert [connection.fileno() for connection in made] == [-1]
+
+
+def test_a_head_without_power_answers_no_probe_and_its_connection_ends():
+    head = Head()
+    connection = head_watch._connect(f"127.0.0.1:{head.port}")
+    assert connection is not None
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    idle_s, interval_s, count = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+    # Well before Ray's own 60 s.
+    assert idle_s + interval_s * count <= 20
+    connection.close()
+    head.die()

@@ -1,11 +1,14 @@
 """Before a start without a GPU: whether engines and ranks fit into the machine, and how large engines' caches are."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slimrl import device
+from slimrl.base.meeting_folder import pid_namespace
 from slimrl.config.problems import Problem, RecipeError
 from slimrl.config.schema.algorithm import AdvantageName, AlgorithmConfig
 from slimrl.config.schema.credit import DynamicSamplingConfig, RefillMode
@@ -18,6 +21,7 @@ from slimrl.estimates.planner.engine import kv_bytes_per_token
 from slimrl.estimates.planner.shape import Shape
 from slimrl.models.family import family_of
 from slimrl.models.hf_config import published_config, published_names
+from slimrl.resync.ipc import stale_files
 from slimrl.runtime.checks import memory_check, start_check
 
 GIB = 1024**3
@@ -240,3 +244,14 @@ def test_copies_in_memory_are_memory_of_the_machine(monkeypatch):
     assert problem.key == "checkpoint.in_memory_every_steps"
     assert f"copies of checkpoints {copies:.1f}" in problem.message
     assert [p.key for p in problems(monkeypatch, recipe, gib=0.001, command="eval")] != [problem.key]
+
+
+def test_what_a_killed_run_left_in_shared_memory_takes_no_room(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(stale_files, "SHARED_MEMORY_DIR", tmp_path)
+    # No process has so large a number.
+    left = tmp_path / f"slimrl-checkpoints_a@{pid_namespace()}-{2**22 + 1}-0"
+    own = tmp_path / f"slimrl-checkpoints_b@{pid_namespace()}-{os.getpid()}-0"
+    for folder in (left, own):
+        (folder / "step_000001").mkdir(parents=True)
+    assert memory_check.shared_memory_free() > 0
+    assert list(tmp_path.iterdir()) == [own]
