@@ -90,8 +90,12 @@ class ChaosRun:
         self.starts = 0
         self.hit_at, self.steps_at_hit = 0.0, 0
         """When the last fault began, by the monotonic clock, and the steps that had been completed"""
+        before = dict(os.environ)
         with ExitStack() as opened:
             opened.callback(service.close)
+            # The next run has other folders, ports and a clock of its own.
+            opened.callback(os.environ.update, before)
+            opened.callback(os.environ.clear)
             self._mount(folder / "disk.img")
             opened.callback(execute, "umount", str(self.disk))
             os.environ |= {FOLDER: str(self.tools), **NO_WANDB, **clock.environment}
