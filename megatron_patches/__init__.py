@@ -29,6 +29,7 @@ ANY_DEVICE: tuple[Patch, ...] = (
     rope.rotate_packed_sequences_at_once,
     checkpointing.keep_results_in_process,
     checkpointing.copy_views_one_at_a_time,
+    checkpointing.report_files_that_cannot_be_written,
     checkpointing.gather_optimizer_in_pieces,
     offloaded_optimizer.start_offloaded_state_at_zero,
     offloaded_optimizer.keep_classes_out_of_offloaded_state,

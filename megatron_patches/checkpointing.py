@@ -1,4 +1,4 @@
-"""Distributed checkpoints: the queue of write results, and the gathering of optimizer states."""
+"""Distributed checkpoints: results of writing and what fails there, and the gathering of optimizer states."""
 
 import functools
 import queue
@@ -43,6 +43,25 @@ def copy_views_one_at_a_time() -> None:
         return original(*(item.clone() if isinstance(item, Tensor) else item for item in given), **options)
 
     patch_attr(filesystem_async, "_write_item", write_item)
+
+
+def report_files_that_cannot_be_written() -> None:
+    """dist_checkpointing/strategies/state_dict_saver.py leaves ranks waiting if the first cannot write the metadata.
+
+    It writes that before it tells them whether all went well, and its error kept it from that. Now it tells them so.
+    Of other files filesystem_async.py names the class of the error; here it says what the error says. On any device.
+    """
+    folder = "megatron.core.dist_checkpointing.strategies"
+    method = "FileSystemWriterAsync.write_preloaded_data_multithread"
+    patch_source(f"{folder}.filesystem_async", method, (", type(local_results_or_exc)", ", local_results_or_exc", 1))
+    written = "            storage_writer.finish(global_metadata, all_results)\n"
+    told = (
+        "            try:\n"
+        "                storage_writer.finish(global_metadata, all_results)\n"
+        "            except OSError as error:\n"
+        "                node_failures = {dist_wrapper.coordinator_rank: (error, None)}\n"
+    )
+    patch_source(f"{folder}.state_dict_saver", "save_state_dict_async_finalize", (written, told, 1))
 
 
 def gather_optimizer_in_pieces() -> None:

@@ -12,9 +12,8 @@ import textwrap
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
-
-KEPT_DECORATORS = {"@torch.no_grad()", "@staticmethod", "@classmethod"}
+APPLIED_DECORATORS = {"@torch.no_grad()", "@_disable_gc()"}
+KEPT_DECORATORS = {"@staticmethod", "@classmethod", *APPLIED_DECORATORS}
 """Decorators that `patch_source` restores; another one is an error, because it would be lost."""
 
 
@@ -47,8 +46,8 @@ def patch_source(module_name: str, qualname: str, *changes: tuple[str, str, int]
     if decorators - KEPT_DECORATORS:
         raise RuntimeError(f"{module_name}.{qualname}: decorators {sorted(decorators - KEPT_DECORATORS)} would be lost")
     compiled = _compile("\n".join(lines[first:]), module, owner, function)
-    if "@torch.no_grad()" in decorators:
-        compiled = torch.no_grad()(compiled)
+    for decorator in decorators & APPLIED_DECORATORS:
+        compiled = eval(decorator[1:], module.__dict__)(compiled)
     patch_attr(owner, name, kind(compiled) if kind else compiled)
 
 

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Protocol
@@ -62,7 +62,7 @@ class CheckpointWriter:
         self._state: RunState | None = None
         """State of the checkpoint that is being written"""
         self._partial = Path()
-        self._parts: Mapping[str, CheckpointPart] = {}
+        self._parts: dict[str, CheckpointPart] = {}
 
     @property
     def folder(self) -> Path:
@@ -86,9 +86,15 @@ class CheckpointWriter:
         self.finish()
         with self._naming_failures(state.step):
             self._partial = self._folder.begin(state.step)
-            self._state, self._parts = deepcopy(state), parts
+            self._state, self._parts = deepcopy(state), {}
             for name, part in parts.items():
-                part.begin_checkpoint(self._partial / name)
+                try:
+                    part.begin_checkpoint(self._partial / name)
+                except (OSError, NotWritten):
+                    with suppress(NotWritten):
+                        self._finish_parts()
+                    raise
+                self._parts[name] = part
 
     def look(self) -> None:
         """Complete the checkpoint if its files are written."""
@@ -102,18 +108,7 @@ class CheckpointWriter:
         if (state := self._state) is None:
             return
         with self._naming_failures(state.step):
-            files: dict[str, FileDigest] = {}
-            failure: NotWritten | None = None
-            for name, part in self._parts.items():
-                try:
-                    written = part.finish_checkpoint(self._partial / name)
-                    files |= {f"{name}/{file}": digest for file, digest in written.items()}
-                except NotWritten as error:
-                    # The other parts may still be writing into the folder, which is removed then.
-                    failure = failure or error
-            if failure is not None:
-                raise failure
-            self._folder.finish(self._partial, state, files)
+            self._folder.finish(self._partial, state, self._finish_parts())
         if self._state is None:
             # The folder's own account of the failure is enough.
             return
@@ -125,6 +120,24 @@ class CheckpointWriter:
         """Forget the checkpoint that is being written; its processes have ended."""
         self._state = None
         self._folder.clean()
+
+    def _finish_parts(self) -> dict[str, FileDigest]:
+        """Wait until all parts that were begun are written; checksums of their files by name.
+
+        Raises:
+            NotWritten: one could not be written. No other is still writing into the folder, which is removed then.
+        """
+        files: dict[str, FileDigest] = {}
+        failure: NotWritten | None = None
+        for name, part in self._parts.items():
+            try:
+                written = part.finish_checkpoint(self._partial / name)
+                files |= {f"{name}/{file}": digest for file, digest in written.items()}
+            except NotWritten as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return files
 
     @contextmanager
     def _naming_failures(self, step: int) -> Iterator[None]:

@@ -11,7 +11,6 @@ from slimrl.algorithms.shaping import shape_rewards
 from slimrl.base.output_file import check_output_file
 from slimrl.base.spans import PROFILED, RECORDING
 from slimrl.config.load import LoadedRecipe
-from slimrl.config.schema.recipe import Recipe
 from slimrl.config.schema.run import TrackingConfig
 from slimrl.config.show import resolved_dict
 from slimrl.data.conversation_lines import write_conversations
@@ -25,6 +24,7 @@ from slimrl.observability.trackers import Trackers
 from slimrl.rollout.group_filters import GroupFilters
 from slimrl.rollout.task.task import Task, load_task
 from slimrl.runtime.checks.checkpoint_check import check_exported
+from slimrl.runtime.checks.memory_check import copies_here
 from slimrl.runtime.checks.start_check import check_checkpoint_model
 from slimrl.runtime.learner import Learner
 from slimrl.runtime.left_out import LeftOut
@@ -130,7 +130,7 @@ def _train(
             _recorder(folder, profiled, recipe.tracking, progress) as recorder,
             preemption_by_signal(recipe.checkpoint.grace_s) as preemption,
             _trackers(loaded, folder, checkpoint, state, progress) as trackers,
-            _memory_folder(recipe, progress) as memory,
+            _memory_folder(loaded, progress, on_one_node=ray_address is None) as memory,
             started(
                 recipe,
                 folder,
@@ -291,10 +291,14 @@ def _say_all(notes: Sequence[str], progress: Progress) -> None:
         progress.say(note)
 
 
-def _memory_folder(recipe: Recipe, progress: Progress) -> AbstractContextManager[MemoryFolder | None]:
-    if not recipe.checkpoint.in_memory_every_steps:
+def _memory_folder(
+    loaded: LoadedRecipe, progress: Progress, *, on_one_node: bool
+) -> AbstractContextManager[MemoryFolder | None]:
+    if not loaded.recipe.checkpoint.in_memory_every_steps:
         return nullcontext()
-    return MemoryFolder(progress.say, recipe.trainer.timeout_s)
+    # Two are there at a time. Of several nodes some may take less than others.
+    needed = copies_here(loaded) // 2 if on_one_node else 0
+    return MemoryFolder(progress.say, loaded.recipe.trainer.timeout_s, needed)
 
 
 @contextmanager

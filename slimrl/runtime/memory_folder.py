@@ -39,18 +39,19 @@ class StillCopying(NotWritten):
 class MemoryFolder(CheckpointFolder):
     """The folder of a run's checkpoints in memory, removed at the end of the `with` block."""
 
-    def __init__(self, say: Callable[[str], None], timeout_s: float) -> None:
+    def __init__(self, say: Callable[[str], None], timeout_s: float, needed: int) -> None:
         """
         Args:
             say: tells the user that a copy could not be made or used.
             timeout_s: deadline of copies between nodes.
+            needed: bytes that the first copy takes on this node at least.
         """
         self._made = meeting_folder(COPIES)
         super().__init__(Path(self._made.name))
         watch_over(self.path)
         self.nodes = MemoryNodes(self.path, timeout_s)
         self._say = say
-        self._needed = 0
+        self._needed = needed
         """Bytes of the newest copy on this node"""
 
     def __enter__(self) -> Self:
@@ -92,7 +93,7 @@ class MemoryFolder(CheckpointFolder):
         Raises:
             StillCopying: files of the last copy are still on the way to a second node.
             NotWritten: a node does not answer, or has no room.
-            OSError: this node has not so much room as the last copy took.
+            OSError: this node has not so much room as the last copy took, or as the first takes at least.
         """
         for path in self.complete()[-1:]:
             if self.nodes.is_copying(path.name):

@@ -106,6 +106,24 @@ def test_a_part_that_could_not_be_written_leaves_no_other_one_under_way(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("error", [NotWritten("critic 0: No space left"), OSError("No space left")])
+def test_a_part_that_could_not_begin_leaves_no_other_one_under_way(tmp_path: Path, ranks: Ranks, error: Exception):
+    class Full(Ranks):
+        def begin_checkpoint(self, directory: Path) -> None:
+            raise error
+
+    writer = CheckpointWriter(CheckpointFolder(tmp_path), CheckpointConfig(), lambda step: pytest.fail("not complete"))
+    finished = []
+    # What it says of itself then is a consequence, or no more than a second cause.
+    ranks.error = NotWritten("trainer 0: No space left")
+    ranks.finish_checkpoint = lambda directory: finished.append(directory.name) or Ranks.finish_checkpoint(ranks, "")
+    with pytest.raises(StageError, match=f"the checkpoint of step 4 could not be written: {error}"):
+        writer.begin(RunState(step=4), {"trainer": ranks, "critic": Full()})
+    assert finished == ["trainer"]
+    assert list(tmp_path.iterdir()) == []
+    assert not writer.holds(4)
+
+
 def test_what_a_lost_trainer_was_writing_goes_when_its_ranks_have_ended(tmp_path: Path, ranks: Ranks):
     begun = Begun(tmp_path, ranks)
     ranks.error = TrainerLost("trainer 0: its process died")

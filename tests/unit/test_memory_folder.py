@@ -19,6 +19,9 @@ from slimrl.runtime.checkpoint_writer import CheckpointWriter, WrittenAtOnce
 from slimrl.runtime.memory_folder import MemoryFolder, newest_copy
 from slimrl.runtime.state import CheckpointFolder, RunState
 
+NEEDED = 1024**3
+"""Bytes that a first copy takes at least"""
+
 
 class OneNode:
     """Where all ranks are on the driver's node."""
@@ -57,7 +60,7 @@ def said() -> list[str]:
 def memory(monkeypatch: pytest.MonkeyPatch, said: list[str]):
     monkeypatch.setattr(memory_folder, "MemoryNodes", OneNode)
     monkeypatch.setattr(memory_folder, "watch_over", lambda path: None)
-    with MemoryFolder(said.append, 1.0) as folder:
+    with MemoryFolder(said.append, 1.0, NEEDED) as folder:
         yield folder
     assert not folder.path.exists()
 
@@ -184,11 +187,17 @@ def test_one_that_cannot_be_written_does_not_end_the_run_and_leaves_nothing(memo
 
 
 def test_a_copy_is_not_begun_without_the_room_that_the_last_one_took(memory, said, monkeypatch):
+    # The first has no last one, and takes at least what the run says.
+    monkeypatch.setattr(memory_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=NEEDED - 1))
+    save(memory, 3)
+    assert memory.steps() == []
+    assert "step 3 in memory could not be made: it takes 1.0 GiB of /dev/shm, and 1.0 are free; " in said[0]
+    monkeypatch.setattr(memory_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=NEEDED))
     save(memory, 4)
     monkeypatch.setattr(memory_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     save(memory, 5)
     assert memory.steps() == [4]
-    assert "step 5 in memory could not be made: it takes 0.0 GiB of /dev/shm, and 0.0 are free; " in said[0]
+    assert "step 5 in memory could not be made: it takes 0.0 GiB of /dev/shm, and 0.0 are free; " in said[1]
 
 
 def test_a_folder_goes_with_its_owner_however_that_ends(tmp_path: Path):

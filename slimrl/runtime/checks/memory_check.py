@@ -64,7 +64,7 @@ def memory_problems(loaded: LoadedRecipe) -> list[Problem]:
     engines = _engine_bytes(recipe, hf_config, has) if loaded.command in SERVING else {}
     updates = loaded.command in UPDATING
     ranks = _rank_bytes(recipe, hf_config, updates=updates) if trains(loaded.command) else {}
-    if copies := _copies_here(loaded):
+    if copies := copies_here(loaded):
         ranks["copies of checkpoints"] = copies
     needed = sum((engines | ranks).values())
     if needed <= RAYS_SHARE * has:
@@ -144,7 +144,7 @@ def _saved_bytes(recipe: Recipe) -> int:
     return recipe.trainer.precision.element_bytes + (0 if recipe.trainer.lora.rank else 12)
 
 
-def _copies_here(loaded: LoadedRecipe) -> int:
+def copies_here(loaded: LoadedRecipe) -> int:
     """`copies_bytes` of a run on this machine alone."""
     if loaded.command not in RESTARTING:
         return 0
@@ -153,7 +153,7 @@ def _copies_here(loaded: LoadedRecipe) -> int:
 
 def shared_memory_problems(loaded: LoadedRecipe) -> list[Problem]:
     """That /dev/shm of this machine has no room for checkpoints in memory."""
-    if not (needed := _copies_here(loaded)):
+    if not (needed := copies_here(loaded)):
         return []
     free = shared_memory_free()
     return [] if needed <= free else [loaded.problem(IN_MEMORY, no_room(needed, f"are {free / GIB:.1f} GiB"))]

@@ -12,11 +12,11 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -27,12 +27,13 @@ from torch import nn
 from slimrl.checkpoints.digests import FileDigest
 from slimrl.checkpoints.other_files import copy_other_files
 from slimrl.checkpoints.torch_dist.chunks import SHARDING
-from slimrl.checkpoints.torch_dist.metadata import content_metadata
+from slimrl.checkpoints.torch_dist.metadata import CONFIG, CONFIG_NAME, content_metadata
 from slimrl.checkpoints.torch_dist.safe_pickle import without_code
 from slimrl.models.adapters import is_adapter
 from slimrl.models.architecture import FACTS_FILE, HF_SUBFOLDER, check_architecture, read_facts
 from slimrl.models.hf_config import plain_config, read_hf_config, write_hf_config
 from slimrl.trainer.build import unwrap
+from slimrl.trainer.checkpointing.failures import failing_together
 from slimrl.trainer.checkpointing.writing import CheckpointWriting
 from slimrl.trainer.layout.parallel import Layout, seed_ranks
 from slimrl.trainer.optimizer import Optimizer
@@ -63,7 +64,7 @@ def save(
 
     Raises:
         ValueError: the folder exists.
-        NotWritten, OSError: a rank could not write, for example to a full disk.
+        NotWritten: a rank could not write, for example to a full disk; on all ranks.
     """
     writing = begin(directory, chunks, optimizer, layout, architecture, model_path)
     writing.write()
@@ -93,6 +94,7 @@ def begin(
 
     Raises:
         ValueError: the folder exists.
+        NotWritten: a rank could not make the folder, or write the first files; on all ranks.
     """
     leads = layout.rank == 0 if leads is None else leads
     optimizer.create_state()
@@ -100,16 +102,19 @@ def begin(
     if directory.exists():
         raise ValueError(f"{directory}: exists already")
     partial = directory.with_name(f".{directory.name}.partial")
-    if leads:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "rng").mkdir(parents=True)
-    if layout.rank == 0:
-        facts = {"architecture": architecture, "layout": layout.sizes(), **by_rank}
-        (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
-        if model_path is not None:
-            _copy_hf_files(model_path, partial / HF_SUBFOLDER)
-    dist.barrier()
-    torch.save(_rng_state(), partial / "rng" / f"{layout.rank:05d}.pt")
+    with failing_together():
+        if leads:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "rng").mkdir(parents=True)
+        if layout.rank == 0:
+            facts = {"architecture": architecture, "layout": layout.sizes(), **by_rank}
+            (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+            (partial / CONFIG_NAME).write_text(json.dumps(CONFIG))
+            if model_path is not None:
+                _copy_hf_files(model_path, partial / HF_SUBFOLDER)
+    # torch does not say why it could not write a file.
+    rng = BytesIO()
+    torch.save(_rng_state(), rng)
     metadata = _metadata(by_rank)
     content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     request = dist_checkpointing.save(
@@ -120,7 +125,7 @@ def begin(
         async_strategy="mcore",
         content_metadata=content,
     )
-    return CheckpointWriting(partial, directory, layout.rank, request, leads=leads)
+    return CheckpointWriting(partial, directory, layout.rank, rng.getvalue(), request, leads=leads)
 
 
 def load(

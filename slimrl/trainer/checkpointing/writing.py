@@ -5,13 +5,11 @@ import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from slimrl.base.errors import NotWritten
 from slimrl.checkpoints.digests import FileDigest, file_digests
+from slimrl.trainer.checkpointing.failures import failing_together
 
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
 """Names of the files that each rank writes; rank 0 writes all others."""
@@ -20,19 +18,25 @@ _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp|rng/(\d+)\.pt")
 class CheckpointWriting:
     """`write`, of each rank for itself, then `finish`, of all together. `write` may run in a thread after `stage`."""
 
-    def __init__(self, partial: Path, directory: Path, rank: int, request: AsyncRequest, *, leads: bool) -> None:
+    def __init__(
+        self, partial: Path, directory: Path, rank: int, rng: bytes, request: AsyncRequest, *, leads: bool
+    ) -> None:
         """
         Args:
             partial: folder that is written into.
             directory: its final name.
+            rng: contents of the file of this rank's random-number states.
             request: megatron-core's plan.
             leads: whether this rank gives the folder its name.
         """
         self._leads = leads
-        self._partial, self._directory, self._rank = partial, directory, rank
-        self._function, self._finalize = request.async_fn, request.finalize_fns
+        self._partial, self._directory, self._rank, self._rng = partial, directory, rank, rng
+        # The second one writes `CONFIG_NAME` on the first rank while the others wait; `begin` has written it.
+        self._function, (self._finalize, _) = request.async_fn, request.finalize_fns
         self._arguments, self._preload = list(request.async_fn_args), request.preload_fn
         self._digests: dict[str, FileDigest] = {}
+        self._failure: OSError | None = None
+        """What this rank's `write` met outside megatron-core"""
 
     def stage(self, live: Collection[int]) -> None:
         """Copy into host memory what training changes, so that it may go on.
@@ -50,7 +54,7 @@ class CheckpointWriting:
         ]
 
     def write(self) -> None:
-        """Write this rank's files and take their checksums. What megatron-core's writer meets, such as a full disk, is
+        """Write this rank's files and take their checksums. What cannot be written, for example to a full disk, is
         raised by `finish`, on all ranks."""
         if self._function is not None:
             if self._preload is not None:
@@ -58,7 +62,11 @@ class CheckpointWriting:
             self._function(*self._arguments)
             # Their memory; only how many there are is asked for later.
             self._arguments[1][:] = [None] * len(self._arguments[1])
-        self._digests = file_digests(self._partial, _written_by(self._partial, self._rank))
+        try:
+            (self._partial / "rng" / f"{self._rank:05d}.pt").write_bytes(self._rng)
+            self._digests = file_digests(self._partial, _written_by(self._partial, self._rank))
+        except OSError as error:
+            self._failure = error
 
     def finish(self) -> dict[str, FileDigest]:
         """Complete the checkpoint and give it its name.
@@ -67,24 +75,19 @@ class CheckpointWriting:
             Checksums of the files that this rank wrote, by name in the folder.
 
         Raises:
-            NotWritten: a rank could not write, for example to a full disk; on all ranks.
-            OSError: a file cannot be read back, or the folder not renamed.
+            NotWritten: a rank could not write, for example to a full disk, or read a file back, or rename the folder;
+                on all ranks, none of which is writing then.
         """
-        dist.barrier()
-        try:
-            for function in self._finalize:
-                function()
-        except CheckpointException as error:
-            # The exception's own text is a traceback of every rank.
-            raise NotWritten("; ".join(sorted({str(cause) for cause, _ in error.failures.values()}))) from error
-        dist.barrier()
         # Before the rename: a network file system may not show this rank the final name at once.
-        late = [name for name in _written_by(self._partial, self._rank) if name not in self._digests]
-        digests = dict(sorted({**self._digests, **file_digests(self._partial, late)}.items()))
-        dist.barrier()
-        if self._leads:
-            os.rename(self._partial, self._directory)
-        dist.barrier()
+        with failing_together():
+            self._finalize()
+            if self._failure is not None:
+                raise self._failure
+            late = [name for name in _written_by(self._partial, self._rank) if name not in self._digests]
+            digests = dict(sorted({**self._digests, **file_digests(self._partial, late)}.items()))
+        with failing_together():
+            if self._leads:
+                os.rename(self._partial, self._directory)
         return digests
 
 
