@@ -139,7 +139,7 @@ def _memory(plan: Plan) -> Table:
     rows.append(("host of a save", f"{saving / GIB:,.2f}", "of a node's ranks, while a checkpoint is written"))
     if copies := copies_per_node(*known):
         rows.append(
-            ("host of copies", f"{copies / GIB:,.2f}", "checkpoint.in_memory_every_steps, in /dev/shm of a node")
+            ("host of copies", f"{copies / GIB:,.2f}", "of a node: in /dev/shm, and one copy that is written")
         )
     limit = f"of a node's {plan.hardware.host_memory_gib:,g}, --host-memory-gib"
     rows.append(("= host of a node", f"{on_node / GIB:,.2f}", limit))
