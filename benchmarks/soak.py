@@ -45,7 +45,7 @@ SETTINGS = (
 )  # fmt: skip
 CONFIDENCE = 0.95
 LEFT_OUT = 0.1
-"""Part of the time at the begin that is not looked at: caches fill"""
+"""Part of the time at the beginning that is not looked at: caches fill"""
 Notes = dict[str, list[tuple[float, float]]]
 """By figure, hours since the first step and the values"""
 START_S, END_S = 900.0, 300.0

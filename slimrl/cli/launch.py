@@ -13,11 +13,19 @@ from slimrl.cli.arguments import Overrides, Overwrite, Recipe, Resume
 def slurm(
     recipe: Recipe,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(help="Nodes that the run uses.")] = ...,  # type: ignore[assignment]
-    spares: Annotated[int, typer.Option(help="Further nodes to request, which replace nodes that fail a check.")] = 0,
+    nodes: Annotated[
+        int, typer.Option(help="Nodes that the run fills, without those of --spares and --spare-nodes.")
+    ] = ...,  # type: ignore[assignment]
+    spares: Annotated[
+        int,
+        typer.Option(help="Replacement nodes to request too: they replace nodes that fail a check before the start."),
+    ] = 0,
     spare_nodes: Annotated[
         int | None,
-        typer.Option(help="Further nodes to request for the run to keep free; by default trainer.spare_nodes."),
+        typer.Option(
+            help="Spare nodes to request too: the run keeps them free until a node with trainer ranks is lost. By "
+            "default, and in its place, trainer.spare_nodes."
+        ),
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="0 for nodes without GPUs.")] = 8,
     partition: Annotated[str | None, typer.Option(help="SLURM partition; by default the cluster's.")] = None,

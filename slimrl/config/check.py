@@ -30,7 +30,13 @@ from slimrl.config.lora_rules import lora_model_violations, lora_model_warnings,
 from slimrl.config.model_rules import model_violations, model_warnings
 from slimrl.config.past_versions import past_violations
 from slimrl.config.problems import Problem, Violation
-from slimrl.config.restart_rules import RESTARTING, copy_violations, spare_violations
+from slimrl.config.restart_rules import (
+    RESTARTING,
+    copy_violations,
+    rewind_warnings,
+    spare_violations,
+    spare_warnings,
+)
 from slimrl.config.reward_rules import reward_violations
 from slimrl.config.rollout_rules import (
     colocation_violations,
@@ -102,7 +108,7 @@ def check_recipe(
         violations += [*megatron_violations(recipe), *fp8_violations(recipe), *lora_violations(recipe, hf_config)]
         violations += routing_violations(recipe, None if hf_config is None else num_experts(hf_config), command)
     if command in RESTARTING:
-        warnings += warmup_warnings(recipe, command)
+        warnings += [*warmup_warnings(recipe, command), *spare_warnings(recipe), *rewind_warnings(recipe)]
         violations += [*copy_violations(recipe), *spare_violations(recipe, command)]
     if command in ("train", "train --trajectories", "sft"):
         violations += stop_violations(recipe, command)

@@ -2,7 +2,7 @@
 
 1. Each request of a trajectory that a checkpoint may have to hold is noted with its answer: a whole turn, or the parts
    so far of one that runs (continued.py).
-2. A resumed run replays such an episode from its begin, with environment and tools. A request that was noted gets
+2. A resumed run replays such an episode from its beginning, with environment and tools. A request that was noted gets
    the answer from there, and a turn that was not whole goes on with its tokens.
 3. A request is the same if its tokens, seed and sampling settings are. After a tool that answers differently they are
    not, and the rest of the episode is sampled.

@@ -11,14 +11,17 @@ from pathlib import Path
 
 from slimrl.config.hub import hub_model
 from slimrl.config.load import Command, LoadedRecipe
-from slimrl.config.problems import Problem, Violation
+from slimrl.config.problems import Problem, RecipeError, Violation
+from slimrl.config.restart_rules import SPARES, unused_spares
 from slimrl.config.schema.recipe import Recipe
 from slimrl.config.tracking_rules import has_wandb_key, tracking_warnings
 from slimrl.config.yaml_source import is_pipe
-from slimrl.launch.submit import MARGIN_S, SlurmJob, check_sbatch, nodes_needed
+from slimrl.launch.submit import MARGIN_S, SlurmJob, check_sbatch, process_counts
 from slimrl.launch.time_limit import check_time_limit
 from slimrl.models.offline_recipe import read_offline
 from slimrl.observability.run_folder import RunFolder, check_start
+from slimrl.observability.units import counted
+from slimrl.runtime.cluster.placement import place_on_fewest
 
 
 def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: bool) -> tuple[Problem, ...]:
@@ -60,7 +63,7 @@ def check_job(path: Path, overrides: Sequence[str], job: SlurmJob, *, files: boo
 
 def _check_settings(path: Path, job: SlurmJob) -> None:
     if job.nodes < 1 or job.spares < 0:
-        raise ValueError(f"--nodes {job.nodes} --spares {job.spares}: needs at least 1 node and 0 spares.")
+        raise ValueError(f"--nodes {job.nodes} --spares {job.spares}: needs at least 1 node and 0 replacement nodes.")
     if job.container and job.venv:
         raise ValueError("--container and --venv exclude each other.")
     if job.container_mounts and not job.container:
@@ -77,17 +80,31 @@ def _check_settings(path: Path, job: SlurmJob) -> None:
 def _check_nodes(loaded: LoadedRecipe, job: SlurmJob) -> None:
     if not job.gpus_per_node:
         return
-    needed = nodes_needed(loaded.recipe, job.gpus_per_node, sft=job.sft)
+    recipe, spare_nodes = loaded.recipe, loaded.recipe.trainer.spare_nodes
+    placement, needed = place_on_fewest(recipe, job.gpus_per_node, **process_counts(recipe, sft=job.sft))
+    # The driver is on the first node of a job.
+    ranks = [slot.node.name for slot in (*placement.ranks, *placement.critics)]
+    reason = unused_spares(spare_nodes or 1, ranks, driver=ranks[0])
+    if spare_nodes and reason:
+        raise RecipeError([loaded.problem(SPARES, reason)])
     if needed == job.nodes:
         return
-    nodes = "1 node" if needed == 1 else f"{needed} nodes"
-    need = f"{loaded.path}: needs {nodes} of {job.gpus_per_node} GPUs; --nodes {job.nodes}"
     layouts = f"`slimrl plan {loaded.path} --suggest --gpus RANKS` lists layouts of another number of trainer ranks."
+    fills = f"{loaded.path}: the run fills {counted(needed, 'node')} of {job.gpus_per_node} GPUs"
     if needed > job.nodes:
-        raise ValueError(f"{need} is too few. {layouts}")
+        raise ValueError(f"{fills}; --nodes {job.nodes} is too few. {layouts}")
+    given = [f"{name} ({number})" for name, number in (("--spares", job.spares), (SPARES, spare_nodes)) if number]
+    on_top = f"{' and '.join(given)} {'comes' if len(given) == 1 else 'come'} on top: " if given else ""
+    give, further = f"{on_top}give --nodes {needed}", job.nodes - needed
+    if given and further <= job.spares + spare_nodes:
+        raise ValueError(f"{fills}; {give}.")
+    as_spares = ""
+    if reason is None and recipe.run.max_restarts and (job.sft or not recipe.rollout.colocated):
+        as_spares = f", or as spare nodes, for those that are lost later (--spare-nodes {spare_nodes + further})"
     raise ValueError(
-        f"{need} leaves some idle. To use them raise trainer.num_ranks or rollout.num_engines, or keep them in reserve "
-        f"with --nodes {needed} --spares {job.nodes - needed}. {layouts}"
+        f"{fills}; {give}. To use {further} more, raise trainer.num_ranks or rollout.num_engines; or have them as "
+        f"replacement nodes, for those that fail a check before the start (--spares {job.spares + further})"
+        f"{as_spares}. {layouts}"
     )
 
 

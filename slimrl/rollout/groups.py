@@ -45,7 +45,7 @@ class Group:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the begin of the group to its last scored trajectory."""
+        """Seconds from the beginning of the group to its last scored trajectory."""
         return max([time_s - self.begun for time_s in self.ended.values()], default=0.0)
 
     def keep(self, trajectory: Trajectory) -> None:

@@ -263,6 +263,7 @@ def _reserved(
     """
     nodes, resource = cluster_nodes(private=private)
     unit = f"{resource}s"
+    driver = [node.node_id for node in nodes[:1]]
     nodes, kept = split_spares(nodes, recipe.trainer.spare_nodes if may_restart else 0)
     try:
         placement = place_what_fits(recipe, nodes, **counts, unit=unit)
@@ -270,7 +271,7 @@ def _reserved(
         free = ", ".join(node.name for node in kept)
         raise (StageError(f"{error}; trainer.spare_nodes keeps free: {free}") if kept else error) from None
     if kept:
-        check_spares(kept, placement, unit)
+        check_spares(kept, placement, unit, *driver)
     places = Reservation(placement, resource)
     if not private:
         check_nodes(recipe, places, kept)

@@ -115,16 +115,19 @@ def test_a_run_that_goes_back_is_from_then_on_one_whose_data_never_had_the_promp
 
 @pytest.mark.full
 def test_a_run_goes_back_behind_the_first_of_the_updates_that_were_skipped_in_a_row(workspace: Workspace):
-    folder, file = workspace.run_folder("row"), data(workspace, "row", (LINE, LINE + 4))
+    # Of steps 3, 4 and 5.
+    planted = (LINE + 4, LINE + 8, LINE + 12)
+    folder, file = workspace.run_folder("row"), data(workspace, "row", planted)
     overrides = settings(
         workspace, "row", file, "trainer.updates_per_rollout=1", "stop.rewind_not_finite=true",
-        "trainer.max_skipped_updates=2", "checkpoint.in_memory_every_steps=1", "checkpoint.keep=4", "steps=4",
+        "trainer.max_skipped_updates=3", "checkpoint.every_steps=2", "checkpoint.in_memory_every_steps=1",
+        "checkpoint.keep=4", "steps=6",
     )  # fmt: skip
     output = succeed("train", GSPO, *overrides, timeout_s=RUN_S)
-    # The checkpoint and the copy of step 2 have its weights, and the row.
-    assert "goes on after step 1" in output.stdout
-    assert json.loads(folder.left_out.read_text()) == {"items": [f"prompt {LINE + 4}", f"prompt {LINE}"]}
-    assert [line["train/skipped_steps"] for line in read_metrics(folder.metrics)[1:]] == [0, 0, 0, 0]
+    # The checkpoint and the copy of step 4 have its weights, and the row.
+    assert "goes on after step 2" in output.stdout
+    assert json.loads(folder.left_out.read_text()) == {"items": [f"prompt {line}" for line in planted]}
+    assert [line["train/skipped_steps"] for line in read_metrics(folder.metrics)[1:]] == [0] * 6
 
 
 @pytest.mark.full

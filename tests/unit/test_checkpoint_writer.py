@@ -13,7 +13,7 @@ from slimrl.runtime.state import CheckpointFolder, RunState
 
 
 class Ranks:
-    """Write the weights that they have at the begin, some time later."""
+    """Write the weights that they have at the beginning, some time later."""
 
     def __init__(self) -> None:
         self.weights, self.written = "0", False

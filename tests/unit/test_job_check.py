@@ -6,7 +6,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from slimrl_tools.toy.toy import ToySize, write_toy
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 
 from slimrl.cli import app
 from slimrl.config.problems import RecipeError
-from slimrl.launch import job_check
 from slimrl.launch.job_check import _check_settings, check_job
 from slimrl.launch.submit import SlurmJob, check_sbatch, job_script
 from slimrl.launch.time_limit import check_time_limit, time_limit_s
@@ -95,17 +93,49 @@ def test_a_recipe_from_a_pipe_which_no_job_could_read_is_refused():
     assert refused.stderr == f"/dev/fd/{reading}: a pipe, which the job could not read. Write the recipe to a file.\n"
 
 
-def test_nodes_that_the_run_would_not_use_are_refused_but_as_spares():
+def test_nodes_that_the_run_would_not_use_are_refused_but_as_replacement_or_spare_nodes():
     recipe = f"{FAMILY}/qwen3_30b_a3b_gspo_disaggregated.yaml"
     refused = launch(recipe, "--nodes", "4")
     assert (refused.exit_code, refused.stdout) == (2, "")
     said = refused.stderr
-    assert "needs 2 nodes of 8 GPUs; --nodes 4 leaves some idle. To use them raise trainer.num_ranks or " in said
-    assert "rollout.num_engines, or keep them in reserve with --nodes 2 --spares 2." in said
+    assert (
+        f"{recipe}: the run fills 2 nodes of 8 GPUs; give --nodes 2. To use 2 more, raise trainer.num_ranks or " in said
+    )
+    assert "replacement nodes, for those that fail a check before the start (--spares 2). `slimrl plan" in said
     assert f"`slimrl plan {recipe} --suggest --gpus RANKS` lists layouts" in said
     few = launch(recipe, "--nodes", "1").stderr
-    assert f"needs 2 nodes of 8 GPUs; --nodes 1 is too few. `slimrl plan {recipe} --suggest --gpus RANKS` lists" in few
+    assert f"fills 2 nodes of 8 GPUs; --nodes 1 is too few. `slimrl plan {recipe} --suggest --gpus RANKS` lists" in few
     assert "#SBATCH --nodes=4\n" in launch(recipe, "--nodes", "2", "--spares", "2").stdout
+
+
+def test_spare_nodes_come_on_top_of_those_that_the_run_fills():
+    two = (f"{FAMILY}/qwen3_30b_a3b_gspo_disaggregated.yaml", "trainer.num_ranks=16")
+    (needed,) = re.findall(r"the run fills (\d+) nodes", launch(*two, "--nodes", "9").stderr)
+    fills = f"the run fills {needed} nodes of 8 GPUs; "
+    more = int(needed) + 1
+    spare = launch(*two, "--nodes", str(more), "trainer.spare_nodes=1").stderr
+    assert f"{fills}trainer.spare_nodes (1) comes on top: give --nodes {needed}.\n" in spare
+    both = launch(*two, "--nodes", str(more + 1), "--spares", "1", "--spare-nodes", "1").stderr
+    assert f"{fills}--spares (1) and trainer.spare_nodes (1) come on top: give --nodes {needed}.\n" in both
+    assert "before the start (--spares 1), or as spare nodes, for those that are lost later (--spare-nodes 1). " in (
+        launch(*two, "--nodes", str(more)).stderr
+    )
+    assert "before the start (--spares 2), or as spare nodes, for those that are lost later (--spare-nodes 3). " in (
+        launch(*two, "--nodes", str(more + 1), "trainer.spare_nodes=1").stderr
+    )
+    assert "--spare-nodes" not in launch(*two, "--nodes", str(more), "run.max_restarts=0").stderr
+    assert f"#SBATCH --nodes={int(needed) + 3}\n" in (
+        launch(*two, "--nodes", needed, "--spares", "1", "--spare-nodes", "2").stdout
+    )
+
+
+def test_spare_nodes_are_refused_where_all_ranks_are_on_the_first_node():
+    recipe = f"{FAMILY}/qwen3_30b_a3b_gspo_disaggregated.yaml"
+    refused = launch(recipe, "--nodes", "2", "--spare-nodes", "1")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert (
+        "trainer.spare_nodes: 1: all trainer ranks are on the driver's node, whose loss ends the run" in refused.stderr
+    )
 
 
 def test_a_recipe_for_sft_is_launched_and_shown_as_one():
@@ -132,7 +162,7 @@ def test_a_dry_run_names_the_job_after_its_run_and_tells_that_sbatch_needs_the_f
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"nodes": 0}, "--nodes 0 --spares 0: needs at least 1 node and 0 spares."),
+        ({"nodes": 0}, "--nodes 0 --spares 0: needs at least 1 node and 0 replacement nodes."),
         ({"spares": -1}, "--nodes 1 --spares -1: needs at least 1 node"),
         ({"container": "i", "venv": Path("v")}, "--container and --venv exclude each other."),
         ({"container_mounts": "/a:/b"}, "--container-mounts needs --container."),
@@ -154,15 +184,8 @@ def test_settings_of_a_job_at_their_limits_are_taken():
     _check_settings(TINY, replace(job, venv=Path("v"), overwrite=True, spares=1, time=None))
 
 
-def test_a_job_of_too_few_nodes_says_how_many_it_needs_and_one_without_gpus_is_left_to_its_nodes(monkeypatch):
-    needed = []
-    monkeypatch.setattr(job_check, "nodes_needed", lambda recipe, gpus, *, sft: needed.append((gpus, sft)) or 1)
-    loaded = SimpleNamespace(recipe=None, path="r.yaml")
-    with pytest.raises(ValueError, match=r"r\.yaml: needs 1 node of 4 GPUs; --nodes 2 leaves some idle"):
-        job_check._check_nodes(loaded, SlurmJob(nodes=2, gpus_per_node=4, sft=True))
-    job_check._check_nodes(loaded, SlurmJob(nodes=1, gpus_per_node=4))
-    job_check._check_nodes(loaded, SlurmJob(nodes=9, gpus_per_node=0))
-    assert needed == [(4, True), (4, False)]
+def test_a_job_without_gpus_is_left_to_its_nodes():
+    assert launch(str(TINY), "--nodes", "9", "--gpus-per-node", "0").exit_code == 0
 
 
 def test_options_of_sbatch_are_passed_on_but_not_those_that_the_script_sets():

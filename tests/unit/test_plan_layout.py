@@ -276,6 +276,7 @@ def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = Non
     sent = Communication(tensor_s=0.5, context_s=0.0, expert_s=0.0, pipeline_s=0.25, data_s=0.25)
     given = recipe(4, updates=3, pipeline=2)
     given.resync.transport, given.checkpoint.every_steps = TransportName.p2p, 10
+    given.checkpoint.in_memory_every_steps, given.trainer.spare_nodes = 1, 1
     layout = LayoutPlan(
         recipe=given, stages=STAGES, layers=LAYERS, memory=memory, engine_gpu=engine_gpu, work=work,
         batch=Batch(tokens=4000, trajectory_tokens=400, micro_batches=6), communication=sent,
@@ -289,8 +290,9 @@ def whole_plan(*, sft: bool = False, host: int = 0, engine_gpu: int | None = Non
         hardware=Hardware(), facts=SimpleNamespace(parameters=PARAMETERS, engine=engine),
         cluster=SimpleNamespace(gpus=12, num_nodes=2), layout=layout, resync=resync, notes=["a note"],
         restart=Restart(
-            checkpoint_bytes=14 * 10**9, checkpoint_s=20.0, engines_s=0.0 if sft else 30.0, resync_s=7.0,
-            lost_s=None if sft else 500.0,
+            checkpoint_bytes=14 * 10**9, checkpoint_s=20.0, engines_s=0.0 if sft else 30.0,
+            resync_s=0.0 if sft else 7.0, lost_s=None if sft else 500.0, lost_from_copy_s=None if sft else 150.0,
+            in_place=not sft,
         ),
         teacher=None,
     )  # fmt: skip
@@ -307,8 +309,9 @@ def test_a_plan_as_json_has_the_worst_stage_in_gib_and_a_step_that_adds_up():
     assert memory == {
         "weights": 2.0, "optimizer": 4.0, "logits": 1.0, "engine_weights": 2.0, "kv_cache": 30.0, "total": 9.0,
         "limit": 80.0,
-        # Four ranks on a node, were all of the stage that keeps most on the host, and the save of two stages.
-        "host": 10.0, "save_of_node": 8.0, "copies_of_node": 0.0, "host_of_node": 4 * 30.0 + 8.0,
+        # Four ranks on a node, were all of the stage that keeps most on the host, the save of two stages, and of each
+        # two copies and one that is staged.
+        "host": 10.0, "save_of_node": 8.0, "copies_of_node": 6.0, "host_of_node": 4 * 30.0 + 8.0 + 6.0,
         "stage": 1, "phases": {"train": 7.0, "save": 6.0}, "engine_gpu": 9.0,
     }  # fmt: skip
     assert found["step"] == {
@@ -316,7 +319,9 @@ def test_a_plan_as_json_has_the_worst_stage_in_gib_and_a_step_that_adds_up():
         "host_optimizer": 6.0, "resync": 7.0,
     }  # fmt: skip
     assert found["step_seconds"] == pytest.approx(sum(found["step"].values()))
-    assert (found["restart"]["in_place_s"], found["restart"]["new_job_s"]) == (47.0, 77.0)
+    restart = found["restart"]
+    assert (restart["in_place_s"], restart["from_copy_s"], restart["new_job_s"]) == (47.0, 7.0, 77.0)
+    assert (restart["lost_s"], restart["lost_from_copy_s"]) == (500.0, 150.0)
     assert found["resync"] == {"bytes": 5, "seconds": 7.0, "links": {"nvlink": 4 * 10**9}}
     assert (found["kv_cache_tokens"], found["concurrent_trajectories"]) == (10**6, 100)
     assert found["logprob_communication"]["data_s"] == 0.0
@@ -328,6 +333,7 @@ def test_a_plan_as_json_has_the_worst_stage_in_gib_and_a_step_that_adds_up():
         "resync": 0.0,
     }  # fmt: skip
     assert alone["step_seconds"] == pytest.approx(43.0)
+    assert [alone["restart"][name] for name in ("in_place_s", "from_copy_s", "new_job_s")] == [None, None, 40.0]
     assert [alone[name] for name in ("resync", "logprob_communication", "kv_cache_tokens")] == [None] * 3
     assert (alone["fits"], alone["memory_gib"]["engine_gpu"], alone["memory_gib"]["total"]) == (True, None, 7.0)
 
@@ -341,7 +347,7 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
     rows = rows_of(capsys.readouterr().out)
     for row in (
         "model: a model",
-        "world: 4 trainer ranks, 12 GPUs, 2 nodes",
+        "world: 4 trainer ranks, 12 GPUs, 2 nodes and 1 spare node",
         "groups: tensor 1, context 1, data 2, pipeline 2 x 1; expert 1, expert tensor 1, expert data 2; optimizer "
         "states over 2 and 2 ranks",
         "engines: 1 of 1 GPUs, expert parallel 1, on GPUs of their own",
@@ -350,7 +356,7 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
         "= train 7.00 peak",
         "limit 80.00 --gpu-memory-gib",
         "host of a save 8.00 of a node's ranks, while a checkpoint is written",
-        "= host of a node 128.00 of a node's 1,800, --host-memory-gib",
+        "= host of a node 134.00 of a node's 1,800, --host-memory-gib",
         "total on a GPU 9.00 GiB",
         "pipeline bubble 25.0%",
         "training 30.0 s at 0.4 of 989 TFLOPS, 3,000 PFLOP a step",
@@ -358,9 +364,11 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
         "rollout at least 100.0 s, 2,000 PFLOP",
         "optimizer 6.0 s on the host",
         "= step at least 157.5 s",
-        "trainer in place at least 47 s: a checkpoint of 14 GB is checked and read, 20 s each, and a resync",
-        "new job at least 77 s: the same, the engines' model in 30 s",
-        "lost steps 500 s on average, of 10 steps between two checkpoints",
+        "in place (the job goes on) at least 47 s: a checkpoint of 14 GB is checked and read, 20 s each, and a resync",
+        "new job (--resume, without the queue's wait) at least 77 s: the same, the engines' model in 30 s",
+        "lost work 500 s on average (5 steps, half of checkpoint.every_steps 10)",
+        "in place, with a copy in memory at least 7.0 s: nothing is read from the disk, and a resync",
+        "lost work with a copy about 150 s on average (1.5 x checkpoint.in_memory_every_steps 1)",
         "note: a note",
         "it does not fit: too large",
     ):
@@ -368,7 +376,10 @@ def test_a_plan_for_people_has_the_same_figures(capsys):
     print_plan(whole_plan(sft=True))
     alone = rows_of(capsys.readouterr().out)
     assert "= step 43.0 s" in alone
-    assert "new job at least 47 s: the same" in alone
+    read = "a checkpoint of 14 GB is checked and read, 20 s each"
+    assert f"new job (--resume, without the queue's wait) at least 40 s: {read}" in alone
+    assert "lost work all steps: checkpoint.every_steps is 0" in alone
+    assert not any(row.startswith("in place") for row in alone)
     assert "it fits" in alone
     assert not any(row.startswith(("engines", "log-probs", "rollout", "resync", "host 0")) for row in alone)
 

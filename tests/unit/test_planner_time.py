@@ -128,9 +128,23 @@ def test_a_restart_reads_weights_and_states_at_the_speed_of_the_nodes_or_of_the_
     assert found.in_place_s == pytest.approx(2 * 140 / 16 + 2)
     assert found.new_job_s == pytest.approx(2 * 140 / 16 + 2 + 5)
     assert found.lost_s == pytest.approx(10 * 100)
+    assert found.from_copy_s is found.lost_from_copy_s is None
     given.trainer.num_ranks = 512
     assert plan_restart(given, 10**10, None, Hardware(), **figures).checkpoint_s == pytest.approx(140 / 40)
     # Adapters alone have states, and weights beside those of the model.
     assert plan_restart(given, 10**10, 10**8, Hardware(), **figures).checkpoint_bytes == 2 * 101 * 10**8 + 12 * 10**8
     given.checkpoint.every_steps = 0
     assert plan_restart(given, 10**10, None, Hardware(), **figures).lost_s is None
+
+
+def test_a_restart_from_a_copy_in_memory_reads_nothing_and_is_made_in_place_alone():
+    given = recipe(num_engines=3, engine_tp=8)
+    given.checkpoint.in_memory_every_steps = 4
+    figures = {"step_s": 100.0, "sent_bytes": 40 * 10**9, "resync_s": 2.0}
+    found = plan_restart(given, 10**10, None, Hardware(), **figures)
+    # Until a copy is whole, half of its interval is lost on average, and the interval before it.
+    assert (found.from_copy_s, found.lost_from_copy_s) == (2.0, pytest.approx(2 * 100 + 4 * 100))
+    given.run.max_restarts = 0
+    alone = plan_restart(given, 10**10, None, Hardware(), **figures)
+    assert alone.in_place_s is alone.from_copy_s is alone.lost_from_copy_s is None
+    assert alone.new_job_s == found.new_job_s

@@ -7,7 +7,13 @@ import pytest
 from slimrl.config.check import check_recipe
 from slimrl.config.critic import critic_violations
 from slimrl.config.load import load_recipe
-from slimrl.config.restart_rules import copy_violations, spare_violations
+from slimrl.config.restart_rules import (
+    copy_violations,
+    rewind_warnings,
+    spare_violations,
+    spare_warnings,
+    unused_spares,
+)
 from slimrl.config.schema.algorithm import AdvantageName
 from slimrl.config.schema.recipe import Recipe
 
@@ -36,7 +42,8 @@ def test_what_nothing_would_use_is_refused():
     for message in found.values():
         assert message.startswith("2: ")
         assert "run.max_restarts is 0" in message
-        assert message.endswith("Use 0.")
+    assert found[SPARES].endswith("Use 0.")
+    assert found[COPIES].endswith("stop.rewind_not_finite is false. Use 0, or set one of these.")
 
 
 def test_a_run_that_goes_back_for_what_is_not_finite_reads_copies():
@@ -50,6 +57,65 @@ def test_spare_nodes_are_refused_where_a_lost_node_ends_the_run():
     assert refused(recipe)[SPARES].startswith("1: with rollout.colocated a lost node takes engines with it")
     assert refused(recipe).keys() == {SPARES}
     assert refused(recipe, "sft") == {}
+
+
+@pytest.mark.parametrize(
+    ("copies", "on_disk", "use"),
+    [(50, 50, "less than 50, or 0"), (100, 50, "less than 50, or 0"), (1, 1, "0"), (3, 1, "0")],
+)
+def test_copies_are_refused_where_a_checkpoint_on_the_disk_is_of_the_same_steps(copies: int, on_disk: int, use: str):
+    recipe = recipe_of(copies=copies)
+    recipe.checkpoint.every_steps = on_disk
+    said = f"{copies}: a checkpoint on the disk (checkpoint.every_steps {on_disk}) is always as new. Use {use}."
+    assert refused(recipe) == {COPIES: said}
+
+
+@pytest.mark.parametrize(("copies", "on_disk"), [(0, 50), (5, 50), (49, 50), (70, 50), (5, 0)])
+def test_copies_that_are_newer_at_some_steps_are_taken(copies: int, on_disk: int):
+    recipe = recipe_of(copies=copies)
+    recipe.checkpoint.every_steps = on_disk
+    assert refused(recipe) == {}
+
+
+@pytest.mark.parametrize(("spares", "restarts", "told"), [(3, 3, False), (4, 3, True), (0, 3, False), (1, 0, False)])
+def test_more_spare_nodes_than_restarts_are_told(spares: int, restarts: int, told: bool):
+    found = dict(spare_warnings(recipe_of(spares=spares, restarts=restarts)))
+    assert found.keys() == ({SPARES} if told else set())
+    if told:
+        assert found[SPARES].startswith(f"{spares}: ")
+        assert f"run.max_restarts ({restarts}) times within run.restart_window_s (3600 s)" in found[SPARES]
+
+
+def test_spare_nodes_are_of_no_use_where_all_ranks_are_beside_the_driver():
+    assert unused_spares(1, ["a", "a"], "a").startswith("1: all trainer ranks are on the driver's node")
+    assert unused_spares(0, ["a"], "a") is None
+    assert unused_spares(1, ["a", "b"], "a") is None
+    # The driver's node may have no slot.
+    assert unused_spares(1, ["b"], "a") is None
+
+
+def test_a_run_that_would_go_back_to_its_beginning_is_told():
+    recipe = recipe_of()
+    assert not list(rewind_warnings(recipe))
+    recipe.stop.rewind_not_finite = True
+    ((key, message),) = rewind_warnings(recipe)
+    assert key == "stop.rewind_not_finite"
+    assert message.endswith("checkpoint.every_steps and checkpoint.in_memory_every_steps are 0. Set one of them.")
+    for setting in ("every_steps", "in_memory_every_steps"):
+        other = recipe_of()
+        other.stop.rewind_not_finite = True
+        setattr(other.checkpoint, setting, 2)
+        assert not list(rewind_warnings(other))
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"), [("train", {SPARES, "stop.rewind_not_finite"}), ("train --trajectories", set())]
+)
+def test_warnings_are_of_commands_that_start_a_trainer_anew(command: str, keys: set[str]):
+    given = ["model.path=absent", "data.train=absent", f"{SPARES}=4", "stop.rewind_not_finite=true"]
+    recipe = load_recipe(RECIPE, given, command=command).recipe
+    warnings = {problem.key for problem in check_recipe(recipe, None, command) if problem.warning}
+    assert warnings & {SPARES, "stop.rewind_not_finite"} == keys
 
 
 @pytest.mark.parametrize(("command", "keys"), [("train", {COPIES, SPARES}), ("train --trajectories", set())])

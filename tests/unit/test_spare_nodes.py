@@ -36,11 +36,19 @@ def test_a_node_without_slots_is_no_spare_one():
 
 def test_a_spare_has_room_for_the_ranks_of_the_fullest_node():
     small = Placement(ranks=on(NODES[0], 2), engines=(on(NODES[1], 4),))
-    check_spares(NODES[2:], small, "GPUs")
-    check_spares([], Placement(ranks=(), engines=()), "GPUs")
+    check_spares(NODES[2:], small, "GPUs", "b")
+    check_spares([], Placement(ranks=(), engines=()), "GPUs", "a")
     of_both = Placement(ranks=on(NODES[0], 2), engines=(), critics=on(NODES[0], 4)[2:])
     with pytest.raises(StageError, match=r"^trainer.spare_nodes: c has 2 GPUs, and 4 ranks share a node of the run"):
-        check_spares(NODES[2:], of_both, "GPUs")
+        check_spares(NODES[2:], of_both, "GPUs", "b")
+
+
+def test_spares_that_no_rank_would_move_to_are_refused():
+    beside = Placement(ranks=on(NODES[0], 2), engines=(on(NODES[1], 4),))
+    with pytest.raises(StageError, match=r"^trainer.spare_nodes: 1: all trainer ranks are on the driver's node, "):
+        check_spares(NODES[2:], beside, "GPUs", "a")
+    # A critic's are started anew too.
+    check_spares(NODES[1:2], Placement(ranks=beside.ranks, engines=(), critics=on(NODES[2], 1)), "GPUs", "a")
 
 
 @pytest.fixture

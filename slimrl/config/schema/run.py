@@ -50,7 +50,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves only at the end."""
     in_memory_every_steps: NonNegativeInt = 0
     """Steps between copies in the memory of the trainer's nodes (/dev/shm), of which a trainer that is started anew in
-    place takes the newest if no checkpoint on the disk is as new; 0 for none."""
+    place takes the newest if no checkpoint on the disk is as new; 0 for none. docs/clusters.md#copies-in-memory says
+    how much room they take."""
     grace_s: PositiveFloat = 60.0
     """Seconds after SIGUSR1 that a rollout may take; the run finishes and saves its step, but drops a rollout that
     takes longer."""
@@ -108,4 +109,5 @@ class StopConfig:
     """Smallest `policy/effective_sample_size`."""
     rewind_not_finite: Flag = False
     """Where a loss, a gradient or weights that are not finite would end the run, it goes back to its newest checkpoint
-    instead, once, and leaves out the prompts of the trajectories at fault from then on."""
+    instead, or without one to its first step, once, and leaves out the prompts of the trajectories at fault from then
+    on."""

@@ -141,7 +141,8 @@ class TrainerConfig:
     """Seconds in which some rank must make progress, by a micro-batch or a bucket of weights; else the trainer hangs
     and is started anew (`run.max_restarts`). Checkpoints and exports have `timeout_s` alone."""
     spare_nodes: NonNegativeInt = 0
-    """Nodes of the job beyond those that the run fills, which nothing uses until a node with ranks is lost."""
+    """Nodes of the job beyond those that the run fills, which nothing uses until a node with ranks is lost that is not
+    the driver's (docs/clusters.md#a-trainer-that-dies)."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the trainer's processes, such as `NCCL_DEBUG: INFO`; those that slimrl sets are refused."""
     megatron: dict[str, Any] = field(default_factory=dict)

@@ -231,7 +231,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "resync": None
         if plan.resync is None
         else {"bytes": plan.resync.sent_bytes, "seconds": plan.resync.seconds, "links": plan.resync.link_bytes},
-        "restart": {**asdict(plan.restart), "in_place_s": plan.restart.in_place_s, "new_job_s": plan.restart.new_job_s},
+        "restart": {
+            **asdict(plan.restart),
+            "in_place_s": plan.restart.in_place_s,
+            "from_copy_s": plan.restart.from_copy_s,
+            "new_job_s": plan.restart.new_job_s,
+        },
         "hardware": asdict(plan.hardware),
         "notes": plan.notes,
     }

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from slimrl.config.schema.run import CheckpointConfig
 from slimrl.estimates.planner.engine import GIB
 from slimrl.estimates.planner.hardware import GB
 from slimrl.estimates.planner.memory import copies_per_node, host_bytes_per_node, save_bytes_per_node
 from slimrl.estimates.planner.model_state import data_parallel_sizes
 from slimrl.estimates.planner.parameters import stage_total
 from slimrl.estimates.planner.plan import Plan
-from slimrl.estimates.planner.restart import Restart
+from slimrl.estimates.planner.restart import LOST_OF_COPIES, LOST_OF_INTERVAL, Restart
 from slimrl.estimates.planner.suggest import Suggestion
 from slimrl.estimates.planner.teacher import TeacherPlan
 from slimrl.observability.terminal import plain_console
@@ -44,7 +45,7 @@ def print_plan(plan: Plan) -> None:
     if plan.teacher is not None:
         console.print(_teacher(plan, plan.teacher))
     console.print(_time(plan))
-    console.print(_restart(plan.restart, plan.planned.recipe.checkpoint.every_steps))
+    console.print(_restart(plan.restart, plan.planned.recipe.checkpoint))
     for note in plan.notes:
         console.print(f"note: {note}")
     if plan.problems:
@@ -76,7 +77,7 @@ def _print_world(console: Console, plan: Plan) -> None:
     dense, experts = data_parallel_sizes(parallel, trainer.num_ranks)
     cluster = plan.cluster
     console.print(f"model: {plan.planned.model}")
-    spares = f" and {counted(trainer.spare_nodes, 'node')} in reserve" if trainer.spare_nodes else ""
+    spares = f" and {counted(trainer.spare_nodes, 'spare node')}" if trainer.spare_nodes else ""
     console.print(
         f"world: {trainer.num_ranks} trainer ranks, {cluster.gpus} GPUs, {counted(cluster.num_nodes, 'node')}{spares}"
     )
@@ -138,7 +139,7 @@ def _memory(plan: Plan) -> Table:
     rows.append(("host of a save", f"{saving / GIB:,.2f}", "of a node's ranks, while a checkpoint is written"))
     if copies := copies_per_node(*known):
         rows.append(
-            ("host of copies", f"{copies / GIB:,.2f}", "checkpoint.in_memory_every_steps, in /dev/shm of a node")
+            ("host of copies", f"{copies / GIB:,.2f}", "of a node: in /dev/shm, and one copy that is written")
         )
     limit = f"of a node's {plan.hardware.host_memory_gib:,g}, --host-memory-gib"
     rows.append(("= host of a node", f"{on_node / GIB:,.2f}", limit))
@@ -209,19 +210,36 @@ def _time(plan: Plan) -> Table:
     return _table("time of a step", ("", ""), rows)
 
 
-def _restart(restart: Restart, every_steps: int) -> Table:
+def _restart(restart: Restart, checkpoint: CheckpointConfig) -> Table:
     size = f"a checkpoint of {restart.checkpoint_bytes / GB:,.0f} GB"
-    both = f"{size} is checked and read, {restart.checkpoint_s:,.0f} s each"
-    model = f", the engines' model in {restart.engines_s:,.0f} s" if restart.engines_s else ""
+    resync = ", and a resync" if restart.resync_s else ""
+    read = f"{size} is checked and read, {_seconds(restart.checkpoint_s)} each{resync}"
+    model = f", the engines' model in {_seconds(restart.engines_s)}" if restart.engines_s else ""
+    every, copies = checkpoint.every_steps, checkpoint.in_memory_every_steps
     lost = "all steps: checkpoint.every_steps is 0"
     if restart.lost_s is not None:
-        lost = f"{restart.lost_s:,.0f} s on average, of {counted(every_steps, 'step')} between two checkpoints"
-    rows = [
-        ("trainer in place", f"at least {restart.in_place_s:,.0f} s: {both}, and a resync"),
-        ("new job", f"at least {restart.new_job_s:,.0f} s: the same{model}"),
-        ("lost steps", lost),
-    ]
+        half = f"{LOST_OF_INTERVAL * every:g} steps, half of checkpoint.every_steps {every}"
+        lost = f"{_seconds(restart.lost_s)} on average ({half})"
+    rows = []
+    if restart.in_place_s is not None:
+        rows.append(("in place (the job goes on)", f"at least {_seconds(restart.in_place_s)}: {read}"))
+    same = "the same" if rows else read
+    rows.append(
+        ("new job (--resume, without the queue's wait)", f"at least {_seconds(restart.new_job_s)}: {same}{model}")
+    )
+    rows.append(("lost work", lost))
+    if restart.from_copy_s is not None and restart.lost_from_copy_s is not None:
+        least = f"at least {_seconds(restart.from_copy_s)}: nothing is read from the disk{resync}"
+        steps = f"{LOST_OF_COPIES:g} x checkpoint.in_memory_every_steps {copies}"
+        rows += [
+            ("in place, with a copy in memory", least),
+            ("lost work with a copy", f"about {_seconds(restart.lost_from_copy_s)} on average ({steps})"),
+        ]
     return _table("after a death of the trainer", ("", ""), rows)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds < 10 else f"{seconds:,.0f} s"
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -66,8 +66,8 @@ def _read_groups(path: Path) -> list[dict[str, Any]]:
 
 
 def _trajectories(line: dict[str, Any]) -> list[list[Turn]]:
-    """Trajectories of a recorded group, each as one turn from the begin of its slot on; older runs recorded the begin
-    of the group alone."""
+    """Trajectories of a recorded group, each as one turn from the beginning of its slot on; older runs recorded the
+    beginning of the group alone."""
     started = line.get("started") or [line["begun"]] * len(line["ended"])
     return [[Turn(max(0.0, end - start), 0.0)] for start, end in zip(started, line["ended"], strict=True)]
 

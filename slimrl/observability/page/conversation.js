@@ -81,7 +81,7 @@ function marked(text) {
   return [...found, text.slice(begin)];
 }
 
-// Words and thinking of a message: thinking has a field of its own, or stands between tags at the begin.
+// Words and thinking of a message: thinking has a field of its own, or stands between tags at the beginning.
 function saidAndThought(message) {
   let words = message.content;
   if (Array.isArray(words)) words = words.map((part) => part.text ?? JSON.stringify(part)).join("\n");

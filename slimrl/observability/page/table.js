@@ -207,7 +207,7 @@ function updateTable(first) {
   if (detail.part !== COLUMNS.part[table.chosen]) showDetail(table.chosen, byId("detail").scrollTop);
 }
 
-// The first row in view, unless the reader sees the begin.
+// The first row in view, unless the reader sees the beginning.
 function firstInView() {
   const { scrollTop } = byId("table"), place = Math.floor(scrollTop / ROW_HEIGHT);
   return scrollTop > 0 && table.rows[place] !== undefined ? { key: keyOf(table.rows[place]), offset: scrollTop - place * ROW_HEIGHT } : null;

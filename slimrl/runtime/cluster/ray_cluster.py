@@ -39,7 +39,7 @@ RAY_GIVES_UP_S = 30.0
 """How long Ray itself, which has no option for it, waits for its node."""
 
 RAYLET_ENDS_S = 30.0
-"""Longest time from the begin of the shutdown, which tells the raylet to end, until it has ended; Ray kills it a second
+"""Longest time from the start of the shutdown, which tells the raylet to end, until it has ended; Ray kills it a second
 later."""
 
 _TEMP_PREFIX = "slimrl-run-"

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slimrl.base.errors import StageError
-from slimrl.config.restart_rules import SPARES
+from slimrl.config.restart_rules import SPARES, unused_spares
 from slimrl.observability.units import counted
 from slimrl.runtime.cluster.placement import Node, Placement, Slot
 from slimrl.runtime.cluster.reservation import Reservation, is_alive
@@ -32,9 +32,18 @@ def split_spares(nodes: Sequence[Node], num_spares: int) -> tuple[list[Node], li
     return [node for node in nodes if node not in spares], spares
 
 
-def check_spares(spares: Sequence[Node], placement: Placement, unit: str) -> None:
-    """Raises StageError if a spare node has fewer slots than ranks may have to move to it."""
-    most = max(Counter(slot.node for slot in (*placement.ranks, *placement.critics)).values(), default=0)
+def check_spares(spares: Sequence[Node], placement: Placement, unit: str, driver: str) -> None:
+    """
+    Args:
+        driver: id of the driver's node.
+
+    Raises:
+        StageError: a spare node has fewer slots than ranks may have to move to it, or none ever would.
+    """
+    ranks = Counter(slot.node for slot in (*placement.ranks, *placement.critics))
+    if reason := unused_spares(len(spares), [node.node_id for node in ranks], driver):
+        raise StageError(f"{SPARES}: {reason}")
+    most = max(ranks.values(), default=0)
     for node in spares:
         if node.slots < most:
             raise StageError(f"{SPARES}: {node.name} has {node.slots} {unit}, and {most} ranks share a node of the run")
