@@ -17,7 +17,8 @@ COMMON = (
     "rollout.tool_timeout_s=3", "rollout.request_timeout_s=120", "rollout.trajectory_timeout_s=240",
     "rollout.health_timeout_s=15", "rollout.max_replacements=1000", "rollout.max_concurrency_per_engine=16",
     "rollout.num_engines=2", "resync.timeout_s=40", "resync.verify=full",
-    "run.max_restarts=1000", "trainer.hang_timeout_s=30", "trainer.startup_timeout_s=300",
+    # A rank that hangs in a checkpoint is known after trainer.timeout_s.
+    "run.max_restarts=1000", "trainer.hang_timeout_s=30", "trainer.timeout_s=120", "trainer.startup_timeout_s=300",
     "trainer.optimizer.schedule=constant", f"checkpoint.every_steps={SAVED_STEPS}", "checkpoint.keep=2",
 )  # fmt: skip
 ONE_RANK = ("trainer.num_ranks=1", "trainer.parallel.expert=1")

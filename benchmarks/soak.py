@@ -51,7 +51,12 @@ Notes = dict[str, list[tuple[float, float]]]
 START_S, END_S = 900.0, 300.0
 """Deadlines of the first step, and of the end"""
 RUN_FILES, STEP_S = "run folder, MB", "step, s"
-CAUSES = {RUN_FILES: "records of each step"}
+RAY = "Ray: memory, MB"
+CAUSES = {
+    RUN_FILES: "records of each step",
+    # RAY_task_events_max_num_task_in_gcs; 4 kB each (measured).
+    RAY: "its head keeps the events of the last 100,000 calls of actors",
+}
 """Figures that are meant to grow, and why"""
 
 
