@@ -138,9 +138,7 @@ def _memory(plan: Plan) -> Table:
     saving, on_node = save_bytes_per_node(*known), host_bytes_per_node(*known)
     rows.append(("host of a save", f"{saving / GIB:,.2f}", "of a node's ranks, while a checkpoint is written"))
     if copies := copies_per_node(*known):
-        rows.append(
-            ("host of copies", f"{copies / GIB:,.2f}", "of a node: in /dev/shm, and one copy that is written")
-        )
+        rows.append(("host of copies", f"{copies / GIB:,.2f}", "of a node: in /dev/shm, and one copy that is written"))
     limit = f"of a node's {plan.hardware.host_memory_gib:,g}, --host-memory-gib"
     rows.append(("= host of a node", f"{on_node / GIB:,.2f}", limit))
     return _table(f"memory of a GPU of stage {layout.worst}", ("part", "GiB", "from"), rows)
