@@ -23,8 +23,8 @@ def slurm(
     spare_nodes: Annotated[
         int | None,
         typer.Option(
-            help="Spare nodes to request too: the run keeps them free until a node with trainer ranks is lost. By "
-            "default, and in its place, trainer.spare_nodes."
+            help="Spare nodes to request too: the run keeps them free until a node with trainer ranks is lost. Sets "
+            "trainer.spare_nodes, which is the default."
         ),
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="0 for nodes without GPUs.")] = 8,

@@ -90,9 +90,10 @@ def _check_nodes(loaded: LoadedRecipe, job: SlurmJob) -> None:
     if needed == job.nodes:
         return
     layouts = f"`slimrl plan {loaded.path} --suggest --gpus RANKS` lists layouts of another number of trainer ranks."
-    fills = f"{loaded.path}: the run fills {counted(needed, 'node')} of {job.gpus_per_node} GPUs"
+    nodes = f"{counted(needed, 'node')} of {job.gpus_per_node} GPUs"
     if needed > job.nodes:
-        raise ValueError(f"{fills}; --nodes {job.nodes} is too few. {layouts}")
+        raise ValueError(f"{loaded.path}: needs {nodes}; --nodes {job.nodes} is too few. {layouts}")
+    fills = f"{loaded.path}: the run fills {nodes}"
     given = [f"{name} ({number})" for name, number in (("--spares", job.spares), (SPARES, spare_nodes)) if number]
     on_top = f"{' and '.join(given)} {'comes' if len(given) == 1 else 'come'} on top: " if given else ""
     give, further = f"{on_top}give --nodes {needed}", job.nodes - needed

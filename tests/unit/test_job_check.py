@@ -104,7 +104,7 @@ def test_nodes_that_the_run_would_not_use_are_refused_but_as_replacement_or_spar
     assert "replacement nodes, for those that fail a check before the start (--spares 2). `slimrl plan" in said
     assert f"`slimrl plan {recipe} --suggest --gpus RANKS` lists layouts" in said
     few = launch(recipe, "--nodes", "1").stderr
-    assert f"fills 2 nodes of 8 GPUs; --nodes 1 is too few. `slimrl plan {recipe} --suggest --gpus RANKS` lists" in few
+    assert f"needs 2 nodes of 8 GPUs; --nodes 1 is too few. `slimrl plan {recipe} --suggest --gpus RANKS` lists" in few
     assert "#SBATCH --nodes=4\n" in launch(recipe, "--nodes", "2", "--spares", "2").stdout
 
 
