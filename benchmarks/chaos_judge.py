@@ -1,5 +1,6 @@
 """Whether a run to which faults happened lost anything by them."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from slimrl.observability.run_folder import RunFolder
 SHARED_MEMORY_DIR = Path("/dev/shm")
 CACHE = "torchinductor_"
 """Begin of the name of a folder in which torch keeps what it has compiled, for all that come"""
-OF_WANDB, TABLE = ("wandb-media", "wandb-artifacts"), ".table.json"
-"""Ends of the names of temporary folders that wandb leaves where its process is killed, and of the files in others"""
+OF_WANDB, TABLE = re.compile(r".*(wandb-media|wandb-artifacts)|wandb-\d+-.*"), ".table.json"
+"""Names of temporary folders that wandb leaves where its process is killed, and the end of those of files in others"""
 OF_FAULTS = ("rollout/retries", "reward/retries", "resync/replaced_engines")
 """Metrics that count what a fault has cost a run that is otherwise the same."""
 
@@ -78,7 +79,7 @@ def remove_left_files(*folders: Path) -> list[str]:
 
 def is_known(path: Path) -> bool:
     """Whether it is a cache, or what wandb leaves."""
-    if path.name.startswith(CACHE) or path.name.endswith(OF_WANDB):
+    if path.name.startswith(CACHE) or OF_WANDB.fullmatch(path.name):
         return True
     content = list(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
     return bool(content) and all(file.name.endswith(TABLE) for file in content)
