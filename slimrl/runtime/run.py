@@ -145,15 +145,20 @@ class Run:
         """Export the model of the last step."""
         self.trainers.export_hf(self.folder.fresh_step_export(self.state.step))
 
-    def complete_checkpoint(self) -> None:
-        """Wait until the checkpoint that was begun is complete, for a run that fails otherwise; log what fails here."""
+    def complete_checkpoint(self, *, copies: bool = False) -> None:
+        """Wait until the checkpoint that was begun is complete, for a run that fails otherwise; log what fails here.
+
+        Args:
+            copies: likewise the copy in memory, for a run that goes on from there.
+        """
         if any(group.has_failed for group in self._groups):
             # The other ranks wait for the one that has failed.
             return
-        try:
-            self._checkpoints.finish()
-        except RunError as error:
-            log.warning("%s", error)
+        for writer in self._writers if copies else [self._checkpoints]:
+            try:
+                writer.finish()
+            except RunError as error:
+                log.warning("%s", error)
 
     def _parts(self) -> dict[str, CheckpointPart]:
         """The parts of a checkpoint, by the names of their folders."""

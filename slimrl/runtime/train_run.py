@@ -308,12 +308,13 @@ class TrainRun(Run):
         self._service.hold(False)
 
     def _check_wait(self) -> None:
-        """Check the run while the trainer waits for a batch.
+        """Check the run while the trainer waits for a batch, and complete the checkpoints whose files are written.
 
         On preemption a step whose groups are all its own may end within the grace period. Else a checkpoint is saved at
         once, so that nothing that is finished is lost.
         """
         self._check_serving()
+        self.look_at_checkpoints()
         if not self.recipe.rollout.spans_steps:
             self.preemption.check()
         elif self.preemption.asked:

@@ -74,7 +74,7 @@ class TrainerRestarts:
             except TrainerLost as lost:
                 checkpoint, state = self._restart(run, lost)
             except NotFinite as fault:
-                run.complete_checkpoint()
+                run.complete_checkpoint(copies=True)
                 checkpoint, state = self._go_back(run, state, fault)
             except Exception:
                 run.complete_checkpoint()
@@ -96,7 +96,7 @@ class TrainerRestarts:
         except ValueError as error:
             raise RunError(f"{fault}. The run cannot go back and leave out what was at fault: {error}") from fault
         self._progress.say(
-            f"warning: {fault}; the run goes back to its newest checkpoint and leaves out "
+            f"warning: {fault}; the run goes back and leaves out "
             + (f"{len(items)} from now on: {listed(items)}" if items else "nothing")
         )
         return self._restart(run)

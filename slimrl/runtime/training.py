@@ -121,6 +121,8 @@ class Training:
         found = newest_copy(memory, folder, self._progress.say) or newest_state(
             folder, self._recipe, self._progress, contents=False
         )
+        if found[0] is None:
+            self._progress.say("there is no checkpoint and no copy in memory: the run begins again")
         if memory is not None:
             memory.forget_after(found[1].step)
         self._trackers.rewind(kept_step(*found))

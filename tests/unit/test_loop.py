@@ -359,6 +359,26 @@ def test_copies_in_memory_are_made_beside_checkpoints_and_not_of_the_last_step(
     assert read_state(memory.named(copied[-1]))[0].step == copied[-1]
 
 
+class WrittenInRollouts(Stages):
+    """Its checkpoints are written while a rollout is waited for."""
+
+    def has_written(self, directory):
+        return self.calls[-1].startswith("rollout")
+
+    def finish_checkpoint(self, directory):
+        self._note("whole")
+        return {}
+
+
+def test_a_checkpoint_is_whole_as_soon_as_it_is_written_in_a_rollout(tmp_path: Path):
+    stages = WrittenInRollouts()
+    play(recipe_of(3, every=1), stages, tmp_path)
+    after = [stages.calls[place - 1].partition(" ")[0] for place, call in enumerate(stages.calls) if call == "whole"]
+    # The last one is waited for.
+    assert after[:2] == ["rollout", "rollout"]
+    assert len(after) == 3
+
+
 @pytest.mark.parametrize("failing", [2, 4])
 def test_a_failed_evaluation_costs_no_step_and_a_resumed_run_makes_it(tmp_path: Path, failing: int):
     recipe = recipe_of(4, every=2, every_steps=2)

@@ -223,6 +223,8 @@ class TrainerGroup:
         self._processes, self.has_failed = [], False
         self._make()
         self.start(checkpoint, files)
+        for role, pid in self.roles:
+            log.info("process %d: %s", pid, role)
 
     def _compared(self, checkpoint: Path, files: Mapping[str, FileDigest]) -> list[str]:
         """What differs between the files of a checkpoint, which all nodes see, and their digests."""
