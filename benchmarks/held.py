@@ -26,6 +26,17 @@ def kind_of(command: str) -> str:
     return next((kind for kind, texts in KINDS if any(text in command for text in texts)), "other")
 
 
+def lasting(driver: psutil.Process) -> set[psutil.Process]:
+    """The processes that a run has started, without those of a sandbox: they have no shared memory, and so many come
+    and go that their numbers would be taken for those of other runs."""
+    found = set()
+    for process in driver.children(recursive=True):
+        with suppress(psutil.Error):  # It has ended meanwhile.
+            if kind_of(" ".join(process.cmdline())) not in ("sandbox", "other"):
+                found.add(process)
+    return found
+
+
 def held_by(driver: psutil.Process) -> dict[str, float]:
     """Figures of the driver and of all that it has started, by `KIND: WHAT`. Memory is what a process would give back
     if it ended (USS, smaps_rollup of proc(5)), in MB."""

@@ -27,7 +27,7 @@ import numpy as np
 import psutil
 from agent_tasks import RECIPES, TASKS, prepare
 from figures import make_table, write_figures
-from held import by_file, bytes_of, held_by, shared_memory_bytes
+from held import by_file, bytes_of, held_by, lasting, shared_memory_bytes
 from rich.console import Console
 from slopes import Slope, slope_of
 
@@ -77,14 +77,16 @@ def watch(settings: Sequence[str], folder: Path, minutes: float, every_s: float)
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         family = {psutil.Process(process.pid)}
+        holders = {*family}
         try:
             _wait(process, lambda: num_steps(run) > 1, START_S)
             begun, times = time.monotonic(), list[float]()
             while (hours := (time.monotonic() - begun) / 3600) < minutes / 60:
                 family |= {*process.children(recursive=True)}
+                holders |= lasting(process)
                 figures = {
                     **held_by(psutil.Process(process.pid)),
-                    "/dev/shm, MB": shared_memory_bytes(family) / 1e6,
+                    "/dev/shm, MB": shared_memory_bytes(holders) / 1e6,
                     "temporary files, MB": bytes_of(Path(temporary)) / 1e6,
                     RUN_FILES: bytes_of(run.path) / 1e6,
                 }
