@@ -1,6 +1,7 @@
 """A wall clock that jumps: a library which LD_PRELOAD puts before libc's, and which adds the seconds of a file.
 
-The processes map the file once, so a new offset holds for all of them at once. Other clocks stay as they are.
+The processes map the file once, so a new offset holds for all of them at once. Other clocks stay as they are. The
+kernel's does not jump, so waits until a time of the wall clock, as Ray's are, are given the true one.
 """
 
 import struct
@@ -13,10 +14,10 @@ SOURCE = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
@@ -38,6 +39,15 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
     int code = real(clock, now);
     if (!code && offset && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += *offset;
     return code;
+}
+
+int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *until) {
+    static int (*real)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+    struct timespec own = *until;
+    if (!real) real = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+    // A monotonic clock has not come so far.
+    if (offset && own.tv_sec > 1000000000) own.tv_sec -= *offset;
+    return real(condition, mutex, &own);
 }
 
 int gettimeofday(struct timeval *restrict now, void *restrict zone) {
