@@ -9,6 +9,7 @@ import importlib
 import inspect
 import sys
 import textwrap
+from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -47,7 +48,7 @@ def patch_source(module_name: str, qualname: str, *changes: tuple[str, str, int]
         raise RuntimeError(f"{module_name}.{qualname}: decorators {sorted(decorators - KEPT_DECORATORS)} would be lost")
     compiled = _compile("\n".join(lines[first:]), module, owner, function)
     for decorator in decorators & APPLIED_DECORATORS:
-        compiled = eval(decorator[1:], module.__dict__)(compiled)
+        compiled = attrgetter(decorator[1:-2])(module)()(compiled)
     patch_attr(owner, name, kind(compiled) if kind else compiled)
 
 
